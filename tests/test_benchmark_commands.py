@@ -29,6 +29,10 @@ SMALL = {
     "speculators": ["--quick", "--length", "16"],
     "mtp": ["--quick"],
     "device": ["--quick"],
+    "forecast": [
+        *("--quick", "--target", "TINY", "--kind", "medusa"),
+        *("--rows", "100", "--draft-vocabulary", "100"),
+    ],
     "first_steps": ["--quick"],
 }
 # What a command compares with. `make test-thorough` installs it.

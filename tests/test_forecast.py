@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
+from decode.costs import Costs
 from draftsmith.cli.main import app
+from draftsmith.forecast.answer import Cell, Line, Range, advice, read_forecast
 from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
-from draftsmith.forecast.entry import Cell, Line, Range, advice
-from draftsmith.forecast.pilots import as_row, pilot_config, sizes_of, write_data
+from draftsmith.forecast.pilots import as_row, next_rows, pilot_config, write_data
 from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
 from train.data.read import read_examples
 from train.report.report_summary import footnotes
@@ -46,6 +48,16 @@ def test_intervals_hold_what_comes_out() -> None:
     assert inside >= 32
 
 
+def test_a_drafter_that_learns_no_more_is_inside() -> None:
+    # One training, and as much acceptance after five times the data.
+    rng, rates = np.random.default_rng(0), np.array([0.06, 0.03, 0.01])
+    for _ in range(20):
+        counts = rng.binomial(JUDGED.astype(int), rates).astype(float)
+        draws = tokens_per_step(acceptance_at(1.0, [Point(0.2, JUDGED, counts)]))
+        low, high = np.quantile(draws, [0.05, 0.95])
+        assert low <= tokens_per_step(counts / JUDGED) < 1.3 < high
+
+
 def test_fewer_counts_make_a_wider_interval() -> None:
     rates = np.stack([law(share, 0.3, 0.3) for share in SHARES])
     points = measured(rates, np.random.default_rng(0))
@@ -64,10 +76,12 @@ def test_tokens_of_one_text_count_less() -> None:
     assert spread_of(reached, accepted, 100, 0.3) > 5
 
 
-def test_too_few_rows_for_a_curve() -> None:
-    assert sizes_of(10_000) == [157, 314, 628, 1256, 2512]
-    with pytest.raises(UserError, match="the train split has 100 rows; a curve needs two"):
-        sizes_of(100)
+def test_the_next_training_fits_into_time_and_data() -> None:
+    slow, free = [(48, 100.0)], [(48, 10.0), (96, 10.0)]
+    assert [next_rows(10_000, slow, left) for left in (199.0, 211.0, 900.0)] == [None, 96, 192]
+    # Most of what a training took may be the evaluation, which does not grow.
+    assert next_rows(10_000, free, 25.0) == 3072
+    assert [next_rows(total, slow, 1e6) for total in (191, 192, 400)] == [None, 96, 192]
 
 
 def test_a_row_is_read_as_the_example_that_it_was_written_from(tmp_path: Path) -> None:
@@ -105,15 +119,21 @@ def test_a_small_run_has_a_part_of_the_text_and_of_the_steps(
     examples, _ = read_examples(str(base / "rows.jsonl"))
     splits = {"train": examples, "test": examples.select(range(3))}
     files = write_data(splits, 6, base / "data")
-    small = pilot_config(whole, files, 6 / 30, base / "here" / "rows-6")
+    small = pilot_config(whole, files, 6 / 30, base / "here" / "rows-6", bare=False)
     assert (small.stages[0].prompts, small.stages[1].loop.max_steps) == (4, 8)
     assert (small.run_dir, small.evaluation.timed_prompts) == (base / "here" / "rows-6", 0)
     assert [len(read_examples(files[split])[0]) for split in ("train", "test")] == [6, 3]
+    bare = pilot_config(whole, files, 6 / 30, base / "here" / "untrained", bare=True)
+    assert (bare.stages[0].max_new_tokens, bare.stages[1].loop.max_steps) == (16, 1)
 
 
-def line(name: str, seconds: float | None, low: float, high: float) -> Line:
+COSTS = Costs(0.1, 1, 0.1, (1, 2), (1.0, 1.1))
+
+
+def line(name: str, trained: bool, low: float, high: float) -> Line:
     speedup = Range((low + high) / 2, low, high)
-    return Line(name, "a chain", speedup, [], {}, seconds, [Cell(1, 256, 1.5, speedup)])
+    cells = [Cell(1, 256, 1.5, COSTS, speedup)]
+    return Line(name, trained, "a chain", speedup, [], {}, {}, None, cells)
 
 
 @pytest.mark.parametrize(
@@ -128,32 +148,94 @@ def line(name: str, seconds: float | None, low: float, high: float) -> Line:
 def test_the_advice_follows_the_intervals(
     heads: tuple[float, float], lookup: tuple[float, float], said: str
 ) -> None:
-    assert advice([line("heads", 60.0, *heads), line("ngram", None, *lookup)]).startswith(said)
+    assert advice([line("heads", True, *heads), line("ngram", False, *lookup)]).startswith(said)
 
 
-def test_a_forecast_stands_beside_what_comes_out(
-    base: Path,  # noqa: F811
-) -> None:
-    rows = [{"prompt": f"the dog {i}", "response": f"it sells {i}"} for i in range(230)]
-    (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+def write_run(base: Path, rows: int) -> Path:  # noqa: F811
+    """The config of a run of heads on this many prompts, 4 of them held out."""
+    lines = [{"prompt": f"the dog {i}", "response": f"it sells {i}"} for i in range(rows)]
+    (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines), "utf-8")
     data = {"train": "rows.jsonl", "held_out": 4, "duplicates": "keep", "system": "sells it"}
     run = settings(base, data=data)
     run["evaluation"] |= {"baselines": ("ngram",), "baseline_gammas": (4,)}
     file = base / "run.yaml"
     file.write_text(json.dumps(dump_config(resolve(run))), encoding="utf-8")
-    command = ["forecast", str(file), "--load", "1,2", "--lengths", "16", "--json", "f.json"]
-    short = CliRunner().invoke(app, [*command, "--minutes", "1e-6"])
-    assert short.exit_code == 2
-    assert "a training on 48 rows took" in short.output
-    done = CliRunner().invoke(app, command)
+    return file
+
+
+def forecast(*arguments: str) -> tuple[dict[str, Any], str]:
+    """What the command wrote, and what it said."""
+    done = CliRunner().invoke(app, ["forecast", *arguments, "--json", "f.json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(Path("f.json").read_text(encoding="utf-8"))
+    return json.loads(Path("f.json").read_text(encoding="utf-8")), " ".join(done.output.split())
+
+
+def test_a_forecast_stands_beside_what_comes_out(
+    base: Path,  # noqa: F811
+) -> None:
+    file = write_run(base, 230)
+    command = [str(file), "--load", "1,2", "--lengths", "16"]
+    found, said = forecast(*command, "--minutes", "1e-6")
+    assert found["pilots"] == [48]
+    assert "no second one fitted into --minutes" in said
+    found, _ = forecast(*command)
     heads, ngram = found["lines"]
     assert found["pilots"] == [48, 96]
     assert [(cell["load"], cell["length"]) for cell in heads["cells"]] == [(1, 16), (2, 16)]
     assert 1 <= heads["tokens_per_step"]["low"] <= heads["tokens_per_step"]["high"] <= 3
+    half, twice = heads["with_rows"].values()
+    assert half["value"] <= heads["tokens_per_step"]["value"] <= twice["value"]
     report = train(file, quiet=True).report
-    assert sum(said.startswith("heads: forecast ") for said in footnotes(report)) == 1
+
+    def beside() -> list[str]:
+        return [said for said in footnotes(report) if said.startswith("heads: forecast ")]
+
+    assert ["tokens per step" in said for said in beside()] == [True]
+    trained = report["rows"][-1]["evaluation"]
+    trained |= {"speedup_without_prefill": {"value": 1.0}, "timed_batch_size": 2}
+    assert ["speed-up" in said for said in beside()] == [False, True]
+    report["forecast"]["elsewhere"] = True
+    assert ["speed-up" in said for said in beside()] == [False]
     # The run judges on the same prompts.
     (judged,) = (row["evaluation"] for row in report["rows"] if row["drafter"] == "ngram")
     assert list(ngram["measured"].values()) == [judged["tokens_per_step"]]
+
+
+def test_costs_of_another_machine_are_used(
+    base: Path,  # noqa: F811
+) -> None:
+    file = write_run(base, 120)
+    there, said = forecast(str(file), "--minutes", "0", "--lengths", "16")
+    assert there["pilots"] == []
+    assert "not known, as nothing was trained" in said
+    Path("f.json").rename("there.json")
+    here, said = forecast(str(file), "--surface", "there.json")
+    assert "a curve needs 192" in said
+    assert here["pilots"] == [48]
+    for line_here, line_there in zip(here["lines"], there["lines"], strict=True):
+        costs = [
+            [(cell["load"], cell["length"], cell["costs"]) for cell in found["cells"]]
+            for found in (line_here, line_there)
+        ]
+        assert costs[0] == costs[1]
+    few, said = forecast(str(write_run(base, 60)), "name=few", "--surface", "there.json")
+    assert few["pilots"] == []
+    assert "so no training was tried" in said
+
+    def refused(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["forecast", str(file), "--surface", *arguments])
+        assert done.exit_code == 2
+        return " ".join(done.output.split())
+
+    assert "leave out the others" in refused("there.json", "--load", "2")
+    renamed, said = forecast(
+        str(file), "name=renamed", "stages.heads.name=other", "--surface", "there.json"
+    )
+    assert "other: the file of --surface has no costs of it" in said
+    assert renamed["lines"][0]["cells"] == []
+    there["target"] = "llama of 5 weights"
+    Path("there.json").write_text(json.dumps(there), encoding="utf-8")
+    assert "but that of the file of --surface a llama of 5" in refused("there.json")
+    Path("there.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match="expected what `draftsmith forecast --json FILE`"):
+        read_forecast(Path("there.json"))

@@ -1,5 +1,6 @@
 """`forecast`: what the drafters of a config will be worth, before they are trained."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +13,23 @@ from train.base.config_file import read_config
 from train.base.console import quieten
 from train.run.config import parse_config
 
+LOADS, LENGTHS = "1,8", "256"
+
 
 def forecast(
     config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
-    minutes: Annotated[float, typer.Option(help="for all small trainings together")] = 15.0,
-    load: Annotated[str, typer.Option(help="texts that are written at a time")] = "1,8",
-    lengths: Annotated[str, typer.Option(help="tokens of a text")] = "256",
+    minutes: Annotated[
+        float, typer.Option(help="of the forecast; 0: only costs, of drafters that learnt nothing")
+    ] = 15.0,
+    load: Annotated[
+        str | None, typer.Option(help=f"texts that are written at a time; else {LOADS}")
+    ] = None,
+    lengths: Annotated[str | None, typer.Option(help=f"tokens of a text; else {LENGTHS}")] = None,
+    surface: Annotated[
+        Path | None,
+        typer.Option(help="costs of another machine: its --json of the same config"),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write it here too")] = None,
 ) -> None:
     """Say what the drafters of a config will be worth, before they are trained: each is trained on
@@ -29,10 +40,14 @@ def forecast(
     require_writable(json_file)
     source = read_config(config, overrides or [])
     parse_config(source)  # before anything heavy is imported
-    loads, sizes = _positive(load, "--load"), _positive(lengths, "--lengths")
-    if not minutes > 0:
-        raise UserError(f"--minutes is {minutes}; expected a number above 0")
-    from draftsmith.forecast.entry import Line
+    if surface is not None and (load or lengths):
+        raise UserError("--surface has the loads and lengths of its file; leave out the others")
+    loads, sizes = _positive(load or LOADS, "--load"), _positive(lengths or LENGTHS, "--lengths")
+    if not 0 <= minutes < math.inf:
+        raise UserError(f"--minutes is {minutes}; expected 0 or more")
+    from draftsmith.forecast.answer import Line, read_forecast
+
+    known = None if surface is None else read_forecast(surface)
     from draftsmith.forecast.entry import forecast as run
     from train.base.console import Reporter
     from train.report.format_figures import format_duration
@@ -40,28 +55,49 @@ def forecast(
 
     quieten()
     reporter = Reporter()
-    found = run(build_config(source), minutes=minutes, loads=loads, lengths=sizes, say=reporter.say)
+    found = run(
+        build_config(source),
+        minutes=minutes,
+        loads=loads,
+        lengths=sizes,
+        say=reporter.say,
+        surface=known,
+    )
 
     def cells(line: Line) -> list[list[str]]:
-        shared = [line.name, line.drafts, str(line.tokens_per_step)]
         took = "–" if line.seconds is None else format_duration(line.seconds)
         return [
-            [*shared, f"{at.load} × {at.length}", f"{at.pays_above:.2f}", str(at.speedup), took]
+            [
+                line.name,
+                line.drafts,
+                str(line.tokens_per_step or "–"),
+                f"{at.load} × {at.length}",
+                f"{at.pays_above:.2f}",
+                str(at.speedup or "–"),
+                took,
+            ]
             for at in line.cells
         ]
 
     columns = ("drafter", "drafts", "tokens/step", "texts × tokens", "pays above", "speed-up")
     rows = [row for line in found.lines for row in cells(line)]
-    trained = ", ".join(map(str, found.pilots))
+    trained = ", ".join(map(str, found.pilots)) or "none"
     title = f"forecast of {found.run}: trained on {trained} of {found.rows} rows"
     caption = "90% intervals; speed-up of the steps after the prompt"
     reporter.table(table(title, (*columns, "training"), rows, left=2, caption=caption))
+    for line in found.lines:
+        if line.with_rows:
+            others = ", ".join(f"{rate} with {n} rows" for n, rate in line.with_rows.items())
+            reporter.say(f"{line.name}, tokens per step: {others}")
     for note in found.notes:
         reporter.say(note)
-    reporter.say(
-        f"the whole run would take {format_duration(found.seconds)} without evaluations; this "
-        f"forecast took {format_duration(found.spent)}"
-    )
+    if found.elsewhere:
+        reporter.say(f"the costs are those of another machine: {found.machine}")
+    took = f"this forecast took {format_duration(found.spent)}"
+    if found.seconds is not None:
+        whole = format_duration(found.seconds)
+        took = f"the whole run would take {whole} here, without evaluations; {took}"
+    reporter.say(took)
     reporter.say(found.advice)
     write_json(json_file, asdict(found))
 

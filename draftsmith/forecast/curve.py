@@ -17,6 +17,9 @@ DRAWS = 4000
 EXPONENTS = np.geomspace(0.05, 1.0, 20)  # β
 FLOORS = np.linspace(0.0, 1.0, 21)  # φ
 REFUSED = np.linspace(0.0025, 0.9975, 200)  # r₁
+# How likely it is before that more data changes nothing more (φ = 1): some drafters cannot learn
+# more, and one training does not say so.
+NO_MORE = 0.2
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Point:
 
 def acceptance_at(share: float, points: Sequence[Point], seed: int = 0) -> np.ndarray:
     """Draws of the acceptance by place of a training on this share of the data, float64 [N, D],
-    given what was measured. Before, all values of log β, φ
-    and r₁ were equally likely.
+    given what was measured. Before, φ was 1 with the probability NO_MORE, and all other values of
+    φ, of log β and of r₁ were equally likely.
 
     >>> half = Point(0.5, np.array([1000.0]), np.array([600.0]))
     >>> full = Point(1.0, np.array([1000.0]), np.array([700.0]))
@@ -62,6 +65,8 @@ def acceptance_at(share: float, points: Sequence[Point], seed: int = 0) -> np.nd
     highest = likelihood.max(2, keepdims=True)
     of_refused = np.exp(likelihood - highest)  # [β and φ, D, r₁]
     of_shape = (highest[:, :, 0] + np.log(of_refused.sum(2))).sum(1)
+    level = floors == 1.0
+    of_shape += np.log(np.where(level, NO_MORE / level.sum(), (1 - NO_MORE) / (~level).sum()))
     rng = np.random.default_rng(seed)
     weights = np.exp(of_shape - of_shape.max())
     shapes = rng.choice(len(weights), DRAWS, p=weights / weights.sum())

@@ -6,96 +6,41 @@ drafts costs here (`forecast.worth`).
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
+from draftsmith.forecast.answer import Forecast, Line, Range, advice
 from draftsmith.forecast.curve import acceptance_at, tokens_per_step
 from draftsmith.forecast.pilots import (
+    FEWEST_ROWS,
+    LARGEST_SHARE,
     Outcome,
     Pilot,
+    next_rows,
     pilot_config,
     read_pilot,
     seconds_at,
-    sizes_of,
     write_data,
 )
-from draftsmith.forecast.worth import StepCost, Worksite
+from draftsmith.forecast.worth import Worksite
+from train.base.provenance import describe_process
 from train.base.run_files import forecast_of
 from train.data.read import Example, spread
-from train.report.format_figures import format_duration
+from train.report.format_figures import format_duration, format_machine
 from train.run.config import RunConfig
 from train.run.entry import begun
 from train.run.run import Splits
 
-QUANTILES = (0.05, 0.5, 0.95)
-# The next training has twice the rows, so at most about twice the time.
-NEXT_TAKES = 2.1
-
-
-@dataclass(frozen=True)
-class Range:
-    """A forecast figure, with the ends of its 90% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, draws: np.ndarray) -> "Range":
-        low, value, high = np.quantile(draws, QUANTILES).tolist()
-        return cls(value, low, high)
-
-    def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A drafter at one load and length. pays_above: the tokens per step above which drafts pay.
-    speedup: of the steps after the prompt, over plain decoding of as many rows."""
-
-    load: int
-    length: int
-    pays_above: float
-    speedup: Range
-
-
-@dataclass(frozen=True)
-class Line:
-    """One drafter. drafts: how it drafts. measured: tokens per step of the trainings so far, by
-    their rows. seconds: of its own training on all of the data; None: it is not trained."""
-
-    name: str
-    drafts: str
-    tokens_per_step: Range
-    acceptance: list[Range]
-    measured: dict[int, float]
-    seconds: float | None
-    cells: list[Cell]
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """rows: of the whole train split. seconds: of all stages of the run but evaluations.
-    spent: seconds of this forecast. notes: what was not measured, and why."""
-
-    run: str
-    rows: int
-    pilots: list[int]
-    seconds: float
-    spent: float
-    lines: list[Line]
-    advice: str
-    notes: list[str] = field(default_factory=list)
+OTHER_SHARES = (0.5, 2.0)  # of the data, for which tokens per step are forecast too
 
 
 def forecast(
@@ -106,138 +51,160 @@ def forecast(
     lengths: Sequence[int],
     say: Callable[[str], None],
     quiet: bool = False,
+    surface: Forecast | None = None,
 ) -> Forecast:
     """Train on small parts of the data for about these minutes, and say what the run will be worth.
 
-    The small runs stay in `OUTPUT_DIR/NAME-forecast`, and so does the forecast, where the run's
-    report finds it. A forecast that was stopped goes on. Raises UserError for data that are too few
-    for a curve, for minutes that are too few for two trainings, and as a run does.
+    minutes: 0: nothing is trained, and only the costs of steps are measured. surface: the forecast
+    of another machine, whose costs are used. The small runs stay in `OUTPUT_DIR/NAME-forecast`, and
+    so does the forecast, where the run's report finds it. A forecast that was stopped goes on.
+    Raises UserError for a surface of another target, and as a run does.
     """
     start = time.perf_counter()
-    file = forecast_of(config.run_dir)
+    file, settings = forecast_of(config.run_dir), config.evaluation
     with begun(config, quiet=True) as whole:
         splits, target = whole.read_data(), whole.target
-        settings = config.evaluation
         judged = spread(whole.corpus(splits).asked(settings.split), settings.prompts)
         asked = whole.prompts(judged)
-    total = len(splits["train"])
-    sizes, pilots = sizes_of(total), list[Pilot]()
-    for rows in sizes:
-        if pilots:
-            spent, longest = time.perf_counter() - start, NEXT_TAKES * pilots[-1].seconds
-            if spent + longest > 60 * minutes:
-                break
-        say(f"training on {rows} of {total} rows")
-        pilots.append(_pilot(config, splits, rows, file.parent, target, quiet))
-        if not pilots[-1].drafters:
-            raise UserError("no stage of the config makes a drafter that it evaluates")
-    if len(pilots) < 2:
-        taken, needed = pilots[0].seconds, pilots[0].seconds * (1 + NEXT_TAKES) / 60
+        whole.plan(splits)  # a row that would end the whole run ends the forecast first
+    about = _about(target)
+    if surface is not None and surface.target != about:
         raise UserError(
-            f"a training on {sizes[0]} rows took {format_duration(taken)}, so two of them need "
-            f"about {needed:.0f} minutes; expected --minutes {1.5 * needed:.0f} or more (what was "
-            "done is kept)"
+            f"the target is a {about}, but that of the file of --surface a {surface.target}; make "
+            "the file with the same config"
         )
+    total, notes = len(splits["train"]), list[str]()
+    train = partial(_pilot, config, splits, directory=file.parent, target=target, quiet=quiet)
+    pilots, before = list[Pilot](), time.perf_counter()
+    if minutes and total * LARGEST_SHARE >= FEWEST_ROWS:
+        say(f"training on {FEWEST_ROWS} of {total} rows")
+        made = train(FEWEST_ROWS)
+        pilots.append(made)
+    else:
+        say("making drafters that have learnt nothing")
+        made = train(min(total, FEWEST_ROWS), bare=True)
+    begun_in = time.perf_counter() - before
+    if not made.drafters:
+        raise UserError("no stage of the config makes a drafter that it evaluates")
     say("measuring the costs of steps")
-    site = Worksite(target, settings, _text(judged, target), loads, lengths)
-    lines, notes = list[Line](), list[str]()
-    for name in pilots[-1].drafters:
-        measured = [(pilot.rows, pilot.drafters[name]) for pilot in pilots]
-        seconds = seconds_at(total, [(rows, one.seconds) for rows, one in measured])
-        line, missing = _line(name, site, measured, seconds)
+    site = Worksite(target, settings, _text(judged, target), loads, lengths, surface)
+    lines = list[Line]()
+    for name, outcome in made.drafters.items():
+        line, missing = site.weigh(name, outcome, trained=True)
         lines.append(line)
         notes += missing
     for name in settings.baselines:
         protocol = replace(settings.protocol(trained=False), timed_prompts=0)
         found = evaluate(target, open_drafter(name, target), asked, protocol).to_dict()
         if found["reached"]:
-            one = [(total, Outcome.of(name, found, 1.0, 0.0))]
-            line, missing = _line(name, site, one, None)
-            lines.append(line)
+            outcome = Outcome.of(name, found, 1.0)
+            line, missing = site.weigh(name, outcome, trained=False)
+            lines.append(_judged(line, [(total, outcome)], total))
             notes += missing
-    shared = seconds_at(total, [(pilot.rows, pilot.shared_seconds) for pilot in pilots])
+    # The trainings count as long as they took, so a forecast that goes on does the same.
+    others = time.perf_counter() - start - begun_in
+    while pilots:
+        times = [(pilot.rows, pilot.seconds) for pilot in pilots]
+        left = 60 * minutes - others - sum(taken for _, taken in times)
+        rows = next_rows(total, times, left)
+        if rows is None:
+            break
+        say(f"training on {rows} of {total} rows")
+        pilots.append(train(rows))
+    if pilots:
+        lines = [
+            _judged(line, [(p.rows, p.drafters[line.name]) for p in pilots], total)
+            if line.trained
+            else line
+            for line in lines
+        ]
+        shared = seconds_at(total, [(pilot.rows, pilot.shared_seconds) for pilot in pilots])
+    here = format_machine(describe_process()["machine"])
     result = Forecast(
         run=config.name,
+        target=about,
+        machine=here if surface is None else surface.machine,
+        elsewhere=surface is not None,
         rows=total,
         pilots=[pilot.rows for pilot in pilots],
-        seconds=shared + sum(line.seconds or 0.0 for line in lines),
+        seconds=shared + sum(line.seconds or 0.0 for line in lines) if pilots else None,
         spent=time.perf_counter() - start,
         lines=lines,
         advice=advice(lines),
-        notes=notes,
+        notes=notes + _curve_notes(pilots, total, minutes),
     )
     write_file(file, json.dumps(asdict(result), indent=2) + "\n")
     return result
 
 
-def advice(lines: Sequence[Line]) -> str:
-    """One sentence about the first load and length: what to train, or not to."""
-    trained = [line for line in lines if line.seconds is not None and line.cells]
-    others = [line for line in lines if line.seconds is None and line.cells]
-    if not trained:
-        return "no cost could be measured, so nothing is said about the speed"
-    best = max(trained, key=lambda line: line.cells[0].speedup.value)
-    at = best.cells[0]
-    where = f"with {at.load} text{'s' * (at.load > 1)} of {at.length} tokens at a time"
-    other = max(others, key=lambda line: line.cells[0].speedup.value, default=None)
-    own = at.speedup
-    if other is not None and (theirs := other.cells[0].speedup).low > max(own.high, 1.0):
-        return f"{other.name} is enough: it needs no training and gains {theirs} {where}"
-    if own.high < 1:
-        return f"do not train: the best stage, {best.name}, would gain {own} {where}"
-    if own.low > 1 and (other is None or own.low > other.cells[0].speedup.high):
-        return f"train {best.name}: it will gain {own} {where}"
-    beside = "" if other is None else f", and {other.name} gains {other.cells[0].speedup} untrained"
-    return (
-        f"not certain: {best.name} would gain {own} {where}{beside}; more --minutes make the "
-        "interval narrower"
-    )
+def _curve_notes(pilots: Sequence[Pilot], total: int, minutes: float) -> list[str]:
+    """Why there are fewer than two trainings, and what to do."""
+    if len(pilots) > 1 or not minutes:
+        return []
+    rows = math.ceil(2 * FEWEST_ROWS / LARGEST_SHARE)
+    if total < rows:
+        had = f"one training, on {pilots[0].rows} of them," if pilots else "no training"
+        return [
+            f"the train split has {total} rows, so {had} was tried: a curve needs {rows}; train on "
+            "all of them, which takes little time"
+        ]
+    taken = pilots[0].seconds
+    return [
+        f"one training took {format_duration(taken)}, and no second one fitted into --minutes: the "
+        f"interval is narrower with --minutes {math.ceil((minutes * 60 + 2.1 * taken) / 60)} or "
+        "more, which go on from here"
+    ]
 
 
 def _pilot(
-    config: RunConfig, splits: Splits, rows: int, directory: Path, target: Target, quiet: bool
+    config: RunConfig,
+    splits: Splits,
+    rows: int,
+    *,
+    directory: Path,
+    target: Target,
+    quiet: bool,
+    bare: bool = False,
 ) -> Pilot:
-    total = len(splits["train"])
-    files = write_data(splits, rows, directory / f"data-{rows}")
-    settings = pilot_config(config, files, rows / total, directory / f"rows-{rows}")
+    total, name = len(splits["train"]), "untrained" if bare else str(rows)
+    files = write_data(splits, rows, directory / f"data-{name}")
+    place = directory / (name if bare else f"rows-{rows}")
+    settings = pilot_config(config, files, rows / total, place, bare=bare)
     with begun(settings, quiet=quiet) as run:
         run.loaded = target
         run.execute()
         return read_pilot(run, rows, total)
 
 
-def _line(
-    name: str,
-    site: Worksite,
-    measured: Sequence[tuple[int, Outcome]],
-    seconds: float | None,
-) -> tuple[Line, list[str]]:
-    """A drafter, and what could not be measured of it. measured: by rows, ascending. seconds: of
-    its training; None: it is not trained."""
-    last = measured[-1][1]
-    draws = acceptance_at(1.0, [one.point for _, one in measured])
+def _judged(line: Line, measured: Sequence[tuple[int, Outcome]], total: int) -> Line:
+    """The line with what the drafter accepts after all of the data. measured: by rows, ascending.
+    total: rows of all of the data."""
+    points = [one.point for _, one in measured]
+    draws = acceptance_at(1.0, points)
     tokens = tokens_per_step(draws)
-    drafter = open_drafter(last.spec, site.target)
-    depth, trained = len(last.point.reached), seconds is not None
-    costs, missing = site.costs(drafter, trained=trained, depth=depth, width=last.width)
-    line = Line(
-        name,
-        drafter.describe_drafts(site.settings.gamma),
-        Range.of(tokens),
-        [Range.of(place) for place in draws.T],
-        {rows: one.tokens_per_step for rows, one in measured},
-        seconds,
-        [_cell(cost, tokens) for cost in costs],
+    others = {
+        round(share * total): Range.of(tokens_per_step(acceptance_at(share, points)))
+        for share in OTHER_SHARES
+    }
+    times = [(rows, one.seconds) for rows, one in measured]
+    return replace(
+        line,
+        tokens_per_step=Range.of(tokens),
+        acceptance=[Range.of(place) for place in draws.T],
+        measured={rows: one.tokens_per_step for rows, one in measured},
+        with_rows=others if line.trained else {},
+        seconds=seconds_at(total, times) if line.trained else None,
+        cells=[replace(cell, speedup=cell.gains(tokens)) for cell in line.cells],
     )
-    return line, [f"{name}: {reason}" for reason in missing]
-
-
-def _cell(cost: StepCost, tokens: np.ndarray) -> Cell:
-    noise = np.exp(cost.noise * np.random.default_rng(1).standard_normal(len(tokens)))
-    return Cell(cost.load, cost.length, cost.cost, Range.of(tokens / (cost.cost * noise)))
 
 
 def _text(rows: Sequence[Example], target: Target) -> list[int]:
     """Token ids of what users wrote, for texts of any length."""
     written = "\n".join(text for row in rows for text in row.user_texts())
     return list(target.tokenizer(written, add_special_tokens=False)["input_ids"])
+
+
+def _about(target: Target) -> str:
+    """The target's family and size: the same on every machine."""
+    weights = sum(weight.numel() for weight in target.model.parameters())
+    return f"{target.model.config.model_type} of {weights:,} weights"

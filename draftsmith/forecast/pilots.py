@@ -5,7 +5,6 @@ text. So a training on a share of the data stands for the whole one as a point o
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from decode.base.artifact import write_file
-from decode.base.errors import UserError
 from draftsmith.forecast.curve import Point, spread_of
 from train.data.read import Example, spread
 from train.run.config import RunConfig, dump_config
 from train.run.config_checks import validate_config
 from train.run.run import Run, Splits
 
-# Rows of the smallest training, at least; and the share of the data that the largest may have.
+# Rows of the smallest training; and the share of the data that the largest may have.
 FEWEST_ROWS, LARGEST_SHARE = 48, 0.5
-SIZES = 64  # the smallest has this part of the rows, if those are enough
+BARE_PROMPTS, BARE_TOKENS = 2, 16  # of what is made only to be weighed
+DOUBT = 1.05  # a training may take so much longer than others say
 # Half the width of a 95% interval in standard errors.
 WIDTH = 1.96
 
@@ -31,16 +30,30 @@ WIDTH = 1.96
 @dataclass(frozen=True)
 class Outcome:
     """What was measured of a drafter. spec: its name, or its directory. width: tokens that a pass
-    verifies on average, the last one of the text included. seconds: of its own stage."""
+    verifies on average, the last one of the text included. seconds: of its own stage. target: the
+    directory of its new target; None: that of the run."""
 
     spec: str
     point: Point
     width: float
     tokens_per_step: float
     seconds: float = 0.0
+    target: Path | None = None
+
+    @property
+    def depth(self) -> int:
+        """The places of a draft."""
+        return len(self.point.reached)
 
     @classmethod
-    def of(cls, spec: str, found: Mapping[str, Any], share: float, seconds: float) -> "Outcome":
+    def of(
+        cls,
+        spec: str,
+        found: Mapping[str, Any],
+        share: float,
+        seconds: float = 0.0,
+        target: Path | None = None,
+    ) -> "Outcome":
         """found: the figures of an evaluation, as JSON values. share: of the data."""
         reached = np.array(found["reached_by_position"], dtype=np.float64)
         rates = [rate or 0.0 for rate in found["acceptance_by_position"]]
@@ -54,6 +67,7 @@ class Outcome:
             1 + found["nodes_per_step"],
             found["tokens_per_step"],
             seconds,
+            target,
         )
 
 
@@ -68,32 +82,30 @@ class Pilot:
     drafters: Mapping[str, Outcome]
 
 
-def sizes_of(rows: int) -> list[int]:
-    """The numbers of rows of the trainings that could be tried, ascending. Raises UserError if
-    there are too few for two of them.
+def next_rows(total: int, done: Sequence[tuple[int, float]], left: float) -> int | None:
+    """The rows of the next small training: the most that should take half of the seconds that are
+    left, or twice those of the last one if that fits. None: no more fits into time or data.
 
-    >>> sizes_of(1000)
-    [48, 96, 192, 384]
+    total: rows of the whole split. done: (rows, seconds) of the trainings so far, ascending.
+
+    >>> next_rows(10_000, [(48, 10.0)], 800.0), next_rows(10_000, [(48, 10.0)], 30.0)
+    (1536, 96)
     """
-    first, sizes = max(FEWEST_ROWS, math.ceil(rows / SIZES)), list[int]()
-    while first <= rows * LARGEST_SHARE:
-        sizes.append(first)
-        first *= 2
-    if len(sizes) < 2:
-        raise UserError(
-            f"the train split has {rows} rows; a curve needs two trainings on {FEWEST_ROWS} and "
-            f"{2 * FEWEST_ROWS} of them that are at most half of all, so at least "
-            f"{4 * FEWEST_ROWS}: train on all of it, which takes little time, and read the report"
-        )
-    return sizes
+    sizes = list[int]()
+    while (rows := 2 * (sizes or [done[-1][0]])[-1]) <= total * LARGEST_SHARE:
+        sizes.append(rows)
+    half = [rows for rows in sizes if DOUBT * seconds_at(rows, done) <= left / 2]
+    twice = [rows for rows in sizes[:1] if DOUBT * seconds_at(rows, done) <= left]
+    return max(half + twice, default=None)
 
 
 def write_data(splits: Splits, rows: int, directory: Path) -> dict[str, str]:
-    """Write the rows of a pilot, spread over the train split, and the other splits as they are.
-    Returns the files by split."""
-    files = {}
+    """Write the rows of a pilot, spread over the train split, as large a part of the stream, and
+    the other splits as they are. Returns the files by split."""
+    files, total = {}, len(splits["train"])
     for split, examples in splits.items():
-        some = spread(examples, rows) if split == "train" else examples
+        part = split in ("train", "stream")
+        some = spread(examples, -(-len(examples) * rows // total)) if part else examples
         lines = "".join(json.dumps(as_row(one), ensure_ascii=True) + "\n" for one in some)
         path = directory / f"{split}.jsonl"
         write_file(path, lines)
@@ -117,10 +129,10 @@ def as_row(example: Example) -> dict[str, Any]:
 
 
 def pilot_config(
-    config: RunConfig, files: Mapping[str, str], share: float, directory: Path
+    config: RunConfig, files: Mapping[str, str], share: float, directory: Path, *, bare: bool
 ) -> RunConfig:
     """The config of a small run on these files, which takes no times. share: of the data that it
-    has. directory: of the run."""
+    has. directory: of the run. bare: it makes drafters that learn nothing, and are only weighed."""
     values = dump_config(config)
     data = dict.fromkeys(("dev", "test", "stream", "limit")) | dict(files)
     values["data"] |= data | {"duplicates": "keep"}
@@ -128,41 +140,56 @@ def pilot_config(
     for stage in values["stages"]:
         if stage["kind"] == "generate" and stage["prompts"] and stage["split"] == "train":
             stage["prompts"] = max(1, round(stage["prompts"] * share))
+        if bare and stage["kind"] == "generate":
+            stage["max_new_tokens"] = min(stage["max_new_tokens"], BARE_TOKENS)
         loop = stage.get("loop") or {}
-        if loop.get("max_steps"):
+        if loop and bare:
+            loop["max_steps"] = 1
+        elif loop.get("max_steps"):
             loop["max_steps"] = max(1, round(loop["max_steps"] * share))
         if loop.get("max_minutes"):
             loop["max_minutes"] *= share
     for untrained in ("baselines", "in_turn", "in_one_tree"):
         values["evaluation"][untrained] = []
     values["evaluation"] |= {"timed_prompts": 0, "generate": False}
+    if bare:
+        values["evaluation"] |= {"prompts": BARE_PROMPTS, "max_new_tokens": BARE_TOKENS}
     return validate_config(values, base_dir=Path())
 
 
 def read_pilot(run: Run, rows: int, total: int) -> Pilot:
     """What a finished small run measured. total: rows of the whole train split."""
     report, drafters = run.report, run.drafters
+
+    def new_target(stage: str) -> Path | None:
+        target = drafters[stage].parent / "target"
+        return target if target.is_dir() else None
+
     seconds = {stage["name"]: stage["summary"]["seconds"] for stage in report["stages"]}
     return Pilot(
         rows,
         seconds=sum(seconds.values()) + sum(row["seconds"] for row in report["rows"]),
         shared_seconds=sum(taken for name, taken in seconds.items() if name not in drafters),
         drafters={
-            row["stage"]: Outcome.of(
-                str(drafters[row["stage"]]), row["evaluation"], rows / total, seconds[row["stage"]]
+            name: Outcome.of(
+                str(drafters[name]),
+                row["evaluation"],
+                rows / total,
+                seconds[name],
+                new_target(name),
             )
             for row in report["rows"]
-            if row["stage"] in drafters
+            if (name := row["stage"]) in drafters
         },
     )
 
 
 def seconds_at(rows: int, pilots: Sequence[tuple[int, float]]) -> float:
     """Seconds of a work on so many rows, by a line through the last two of (rows, seconds), which
-    never falls.
+    never falls; by one of them, in proportion.
 
-    >>> seconds_at(100, [(10, 3.0), (20, 4.0)])
-    12.0
+    >>> seconds_at(100, [(10, 3.0), (20, 4.0)]), seconds_at(100, [(10, 3.0)])
+    (12.0, 30.0)
     """
-    (few, less), (many, more) = pilots[-2:]
+    (few, less), (many, more) = [(0, 0.0), *pilots][-2:]
     return more + max(more - less, 0.0) / (many - few) * (rows - many)

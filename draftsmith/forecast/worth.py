@@ -1,4 +1,5 @@
-"""What steps with drafts cost on this machine, by the load and the length of texts."""
+"""What steps with drafts cost, by the load and the length of texts: on this machine, or on that of
+a forecast's file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,30 +8,23 @@ from itertools import product
 import numpy as np
 
 from decode.base.errors import UserError
-from decode.costs import BUSY, busy
+from decode.costs import BUSY, Costs, busy
 from decode.drafters import Drafter
 from decode.measure.time_costs import measure_costs
 from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from draftsmith.forecast.answer import Cell, Forecast, Line
+from draftsmith.forecast.pilots import Outcome
+from train.loop.trained_target import load_like
 from train.run.config import EvaluationConfig
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """A step that drafts and verifies, in plain steps of as many rows: the tokens per step above
-    which drafts pay. noise: its relative standard error. load: rows that are decoded together.
-    length: tokens of each text before the step."""
-
-    load: int
-    length: int
-    cost: float
-    noise: float
 
 
 @dataclass(frozen=True)
 class Worksite:
     """What the costs of steps are measured on, at each load and length.
 
-    settings: how the run evaluates. text: token ids that texts are made of.
+    settings: how the run evaluates. text: token ids that texts are made of. known: what another
+    machine measured; None: costs are measured here.
     """
 
     target: Target
@@ -38,26 +32,40 @@ class Worksite:
     text: Sequence[int]
     loads: Sequence[int]
     lengths: Sequence[int]
+    known: Forecast | None = None
 
-    def costs(
-        self, drafter: Drafter, *, trained: bool, depth: int, width: float
-    ) -> tuple[list[StepCost], list[str]]:
-        """The costs of a drafter's steps, and why some were not measured.
+    def weigh(self, name: str, made: Outcome, *, trained: bool) -> tuple[Line, list[str]]:
+        """A drafter's line with the costs of its steps alone, and why some are not known."""
+        target = self.target if made.target is None else load_like(self.target, made.target)
+        drafter = open_drafter(made.spec, target)
+        if self.known is None:
+            costs, missing = self._measure(drafter, target, made, trained)
+        else:
+            costs = [(x.load, x.length, x.costs) for x in self.known.cells_of(name)]
+            missing = [] if costs else ["the file of --surface has no costs of it"]
+        cells = [
+            Cell(load, length, float(x.draft(made.depth) + x.verify(np.array(made.width))), x)
+            for load, length, x in costs
+        ]
+        drafts = drafter.describe_drafts(self.settings.gamma)
+        line = Line(name, trained, drafts, None, [], {}, {}, None, cells)
+        return line, [f"{name}: {reason}" for reason in missing]
 
-        depth: of a draft. width: tokens that a pass verifies, on average.
-        """
-        found, missing = list[StepCost](), list[str]()
+    def _measure(
+        self, drafter: Drafter, target: Target, made: Outcome, trained: bool
+    ) -> tuple[list[tuple[int, int, Costs]], list[str]]:
+        found, missing = list[tuple[int, int, Costs]](), list[str]()
         protocol = self.settings.protocol(trained=trained)
         for length, load in product(self.lengths, self.loads):
             # Different texts, as their tokens choose different experts of a mixture.
             prompts = [piece(self.text, length, 7 * row) for row in range(load)]
-            decoder, _ = protocol.decoder(self.target, drafter, prompts[0])
+            decoder, _ = protocol.decoder(target, drafter, prompts[0])
             try:
                 costs = measure_costs(
                     decoder,
                     prompts,
-                    max_depth=depth,
-                    max_width=max(2, round(width + 0.5)),
+                    max_depth=made.depth,
+                    max_width=max(2, round(made.width + 0.5)),
                     trees=drafter.branches,
                 )
             except UserError as error:
@@ -68,8 +76,7 @@ class Worksite:
                     f"{load} rows of {length} tokens were measured while other processes took "
                     f"{costs.others:.0%} of the processor (more than {BUSY:.0%})"
                 )
-            cost = float(costs.draft(depth) + costs.verify(np.array(width)))
-            found.append(StepCost(load, length, cost, costs.noise))
+            found.append((load, length, costs))
         return found, missing
 
 

@@ -1,5 +1,6 @@
 """Formats figures for people. A missing figure is '–'."""
 
+from collections.abc import Mapping
 from typing import Any
 
 MISSING = "–"
@@ -83,6 +84,15 @@ def format_duration(seconds: float | None) -> str:
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60} s"
     return f"{rounded // 3600} h {rounded % 3600 // 60} min"
+
+
+def format_machine(machine: Mapping[str, Any]) -> str:
+    """A machine, as `train.base.provenance.describe_process` describes it."""
+    processor = machine.get("processor") or "unknown processor"
+    cores, threads = machine.get("cores"), machine.get("threads")
+    text = processor + (f", {cores} cores" if cores else "")
+    text += f", {threads} thread{'s' if threads != 1 else ''}" if threads else ""
+    return ", ".join([*(machine.get("gpus") or []), text])
 
 
 def drafter_name(row: Row) -> str:

@@ -13,6 +13,7 @@ from train.report.format_figures import (
     disturbance,
     draft_length,
     draft_shape,
+    format_machine,
     format_number,
     format_ratio,
     format_share,
@@ -313,27 +314,34 @@ def _fixed_depths(report: dict[str, Any]) -> Iterator[str]:
 
 def _machine(report: dict[str, Any]) -> str:
     """Describe the machine of the run's last start."""
-    machine = (report["provenance"] or [{}])[-1].get("machine") or {}
-    processor = machine.get("processor") or "unknown processor"
-    cores, threads = machine.get("cores"), machine.get("threads")
-    text = processor + (f", {cores} cores" if cores else "")
-    text += f", {threads} thread{'s' if threads != 1 else ''}" if threads else ""
-    return ", ".join([*(machine.get("gpus") or []), text])
+    return format_machine((report["provenance"] or [{}])[-1].get("machine") or {})
 
 
 def _forecasts(report: dict[str, Any]) -> Iterator[str]:
-    """What was forecast of each drafter, beside what came out."""
-    forecast = {line["name"]: line for line in (report.get("forecast") or {}).get("lines", ())}
+    """What was forecast of each drafter, beside what came out. Speeds of another machine, and of
+    other loads, are left out."""
+    forecast = report.get("forecast") or {}
+    lines = {line["name"]: line for line in forecast.get("lines", ())}
     for row in report["rows"]:
-        line, tokens = forecast.get(row["stage"]), row["evaluation"].get("tokens_per_step")
-        if line is not None and tokens is not None:
-            said = line["tokens_per_step"]
-            inside = said["low"] <= tokens <= said["high"]
-            yield (
-                f"{row['stage']}: forecast {said['value']:.2f} [{said['low']:.2f}, "
-                f"{said['high']:.2f}] tokens per step, and {tokens:.2f} came out, "
-                f"{'inside' if inside else 'outside'} of the 90% interval"
-            )
+        line, evaluation = lines.get(row["stage"]), row["evaluation"]
+        if line is None:
+            continue
+        figures = [("tokens per step", line["tokens_per_step"], evaluation.get("tokens_per_step"))]
+        if not forecast.get("elsewhere"):
+            speed = (evaluation.get("speedup_without_prefill") or {}).get("value")
+            figures += [
+                (f"speed-up after prompts of {cell['length']} tokens", cell["speedup"], speed)
+                for cell in line["cells"]
+                if cell["load"] == evaluation.get("timed_batch_size")
+            ]
+        for what, said, came_out in figures:
+            if said is not None and came_out is not None:
+                inside = said["low"] <= came_out <= said["high"]
+                yield (
+                    f"{row['stage']}: forecast {said['value']:.2f} [{said['low']:.2f}, "
+                    f"{said['high']:.2f}] {what}, and {came_out:.2f} came out, "
+                    f"{'inside' if inside else 'outside'} of the 90% interval"
+                )
 
 
 def _setting(

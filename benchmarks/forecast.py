@@ -1,0 +1,220 @@
+"""Do the intervals of `draftsmith forecast` hold what trainings come to?
+
+    python -m benchmarks.forecast [--quick] [--json FILE] [--runs DIR] [--target T] [--kind NAME …]
+                                  [--minutes N] [--data FILE] [--rows N] [--trainings N]
+                                  [--draft-vocabulary N]
+
+Each training has rows of its own: the first N of the prompts, then the next. A forecast is made
+from small parts of them; then the whole is trained, and the report's own figures are set beside the
+interval. All kinds of a training learn from the same answers. --quick has short answers and few
+prompts to judge on. What is there already is kept.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    JsonOption,
+    RunsOption,
+    TargetOption,
+    describe_machine,
+    format_figure,
+    format_interval,
+    rows_table,
+    run_command,
+    run_config,
+    start_benchmark,
+    write_json,
+)
+from decode.base.artifact import write_file
+from decode.base.errors import UserError
+from draftsmith.forecast.answer import Forecast, Range
+from draftsmith.forecast.entry import forecast
+from train.run.config_checks import validate_config
+from train.run.entry import train
+
+# By kind: the heads, and the passes over the text.
+HEADS: dict[str, tuple[dict[str, Any], int]] = {
+    "medusa": ({"type": "medusa", "heads": 3}, 6),
+    "eagle1": ({"type": "eagle1", "depth": 3, "regression": 1.0, "noise": 0.1}, 8),
+    "eagle3": ({"type": "eagle3", "depth": 3}, 8),
+}
+LENGTH = 128  # tokens of the texts that steps are timed on
+FIGURES = ("tokens_per_step", "speedup")
+
+
+def main(
+    quick: Annotated[bool, typer.Option("--quick", help="short answers, few prompts")] = False,
+    json_file: JsonOption = None,
+    runs: RunsOption = Path("runs"),
+    target: TargetOption = TARGET,
+    kind: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(HEADS)}")] = None,
+    minutes: Annotated[float, typer.Option(help="of each forecast")] = 5.0,
+    data: Annotated[Path, typer.Option(help="prompts, JSON lines")] = PROMPTS / "train.jsonl",
+    rows: Annotated[int, typer.Option(min=1, help="of a training")] = 240,
+    trainings: Annotated[int, typer.Option(min=1, help="each on rows of its own")] = 1,
+    draft_vocabulary: Annotated[int, typer.Option(min=1, help="tokens that are drafted")] = 8000,
+) -> None:
+    """Forecast, train, and say how often the interval held."""
+    reporter, kinds = start_benchmark(), kind or ["medusa", "eagle1"]
+    if unknown := set(kinds) - HEADS.keys():
+        raise UserError(f"--kind is {', '.join(unknown)}; expected of {', '.join(HEADS)}")
+    lines = _lines(data, rows * trainings)
+    found: list[dict[str, Any]] = []
+    for number in range(trainings):
+        name = f"forecast-{target.replace('/', '-').replace(':', '-')}-{rows}-{number}"
+        file = (runs / f"{name}.jsonl").absolute()
+        write_file(file, "".join(lines[number * rows : (number + 1) * rows]))
+        stages = _stages(kinds, draft_vocabulary, quick)
+        values = _config(name, runs, target, stages, file, quick)
+        config = validate_config(values, base_dir=PROMPTS)
+        said = forecast(
+            config, minutes=minutes, loads=[1], lengths=[LENGTH], say=reporter.say, quiet=True
+        )
+        reporter.say(said.advice)
+        report = train(config, quiet=True).report
+        found += [{"training": number, **row} for row in compared(said, report)]
+    reporter.table(rows_table("forecast and outcome", [_cells(row) for row in found], left=3))
+    held = {figure: _share(row[figure]["inside"] for row in found) for figure in FIGURES}
+    best = {figure: _share(_best(found, figure)) for figure in FIGURES}
+    for figure, name in zip(FIGURES, ("tokens per step", "speed-up"), strict=True):
+        reporter.say(
+            f"{name}: {_said(held[figure])} inside; best kind right: {_said(best[figure])}"
+        )
+    if json_file is not None:
+        figures = {"rows": found, "held": held, "best": best, "process": describe_machine()}
+        write_json(json_file, {"benchmark": "forecast", **figures})
+
+
+def _lines(data: Path, count: int) -> list[str]:
+    try:
+        lines = data.read_text("utf-8").splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"cannot read {data}: {error.strerror}") from error
+    if len(lines) < count:
+        raise UserError(
+            f"{data} has {len(lines)} rows; expected {count} or more: give another file with "
+            "--data, or fewer --rows or --trainings"
+        )
+    return lines
+
+
+def _stages(kinds: Sequence[str], vocabulary: int, quick: bool) -> list[dict[str, Any]]:
+    """The target answers, and each kind of heads learns from the answers."""
+    answers = {"name": "answers", "kind": "generate", "max_new_tokens": 32 if quick else 80}
+    stages: list[dict[str, Any]] = [answers | {"batch_size": 32}]
+    for kind in kinds:
+        heads, epochs = HEADS[kind]
+        stages.append(
+            {
+                "name": kind,
+                "kind": "heads",
+                "text": "answers",
+                "heads": heads,
+                "draft_vocabulary": vocabulary,
+                "loop": {"epochs": epochs // 2 if quick else epochs, "tokens_per_batch": 1024},
+                "optimizer": {"lr": 1e-3},
+            }
+        )
+    return stages
+
+
+def _config(
+    name: str,
+    runs: Path,
+    target: str,
+    stages: list[dict[str, Any]],
+    train_file: Path,
+    quick: bool,
+) -> dict[str, Any]:
+    evaluation = {
+        "prompts": 24 if quick else 84,
+        "gamma": 3,
+        "max_new_tokens": 32 if quick else 64,
+        "timed_prompts": 4 if quick else 8,
+        "timed_tokens": 32,
+        "shape": "chain",
+        "generate": False,
+        "baselines": ["ngram"],
+        "in_turn": [],
+    }
+    data = {"train": str(train_file), "test": "test.jsonl", "dev": "dev.jsonl"}
+    return run_config(name, runs, stages, target=target, data=data, evaluation=evaluation)
+
+
+def compared(said: Forecast, report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each trained kind: forecast and outcome of both figures, and the seconds of both."""
+    outcomes = {row["stage"]: row["evaluation"] for row in report["rows"]}
+    training = sum(stage["summary"]["seconds"] for stage in report["stages"])
+    for line in said.lines:
+        if not line.trained or line.tokens_per_step is None:
+            continue
+        outcome = outcomes[line.name]
+        speed = outcome["speedup_without_prefill"] or {}
+        figures = {
+            "tokens_per_step": (line.tokens_per_step, outcome["tokens_per_step"]),
+            "speedup": (line.cells[0].speedup if line.cells else None, speed.get("value")),
+        }
+        yield {
+            "kind": line.name,
+            "pilots": said.pilots,
+            "rows": said.rows,
+            "measured": {str(rows): rate for rows, rate in line.measured.items()},
+            "spent_seconds": said.spent,
+            "training_seconds": training,
+            **{figure: _beside(*pair) for figure, pair in figures.items()},
+        }
+
+
+def _beside(given: Range | None, outcome: float | None) -> dict[str, Any]:
+    inside = None
+    if given is not None and outcome is not None:
+        inside = given.low <= outcome <= given.high
+    return {"forecast": given and asdict(given), "outcome": outcome, "inside": inside}
+
+
+def _best(found: Sequence[dict[str, Any]], figure: str) -> Iterator[bool | None]:
+    """Whether the kind that was forecast best came out best, by training."""
+    for number in sorted({row["training"] for row in found}):
+        rows = [row[figure] | {"kind": row["kind"]} for row in found if row["training"] == number]
+        if any(row["inside"] is None for row in rows):
+            yield None
+        else:
+            named = max(rows, key=lambda row: row["forecast"]["value"])
+            yield named["outcome"] == max(row["outcome"] for row in rows)
+
+
+def _share(values: Iterator[bool | None]) -> list[int]:
+    """[true, judged]."""
+    judged = [value for value in values if value is not None]
+    return [sum(judged), len(judged)]
+
+
+def _said(share: Sequence[int]) -> str:
+    return f"{share[0]} of {share[1]}"
+
+
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    cells = {
+        "training": str(row["training"]),
+        "drafter": row["kind"],
+        "small trainings": ", ".join(f"{n}: {rate:.2f}" for n, rate in row["measured"].items()),
+        "rows": str(row["rows"]),
+    }
+    for figure, name in zip(FIGURES, ("tokens/step", "speed-up"), strict=True):
+        part = row[figure]
+        inside = {True: "inside", False: "outside", None: "–"}[part["inside"]]
+        cells[name] = format_interval(part["forecast"], 2) if part["forecast"] else "–"
+        cells[f"{name} came out"] = f"{format_figure(part['outcome'], '.2f')} {inside}"
+    cells["forecast ÷ training"] = f"{row['spent_seconds'] / row['training_seconds']:.0%}"
+    return cells
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,135 @@
+"""What a forecast says: figures with their intervals, and one sentence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from decode.base.errors import UserError
+from decode.costs import Costs
+
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+@dataclass(frozen=True)
+class Range:
+    """A forecast figure, with the ends of its 90% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, draws: np.ndarray) -> "Range":
+        low, value, high = np.quantile(draws, QUANTILES).tolist()
+        return cls(value, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A drafter at one load and length: rows that are decoded together, and tokens of each before
+    the step. pays_above: the cost of a step in plain steps of as many rows, so the tokens per step
+    above which drafts pay. speedup: of the steps after the prompt, over plain decoding of as many
+    rows; None: no acceptance is known."""
+
+    load: int
+    length: int
+    pays_above: float
+    costs: Costs
+    speedup: Range | None = None
+
+    @property
+    def where(self) -> str:
+        return f"with {self.load} text{'s' * (self.load > 1)} of {self.length} tokens at a time"
+
+    def gains(self, tokens: np.ndarray) -> Range:
+        """The speed-up for draws of the tokens per step, float64 [N]."""
+        normal = np.random.default_rng(1).standard_normal(len(tokens))
+        return Range.of(tokens / (self.pays_above * np.exp(self.costs.noise * normal)))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One drafter. drafts: how it drafts. tokens_per_step: None if no acceptance is known; then
+    acceptance, by place, is empty. measured: tokens per step of the trainings so far, by their
+    rows. with_rows: what they would be with other numbers of rows. seconds: of its own training on
+    all of the data; None: not known, or it is not trained."""
+
+    name: str
+    trained: bool
+    drafts: str
+    tokens_per_step: Range | None
+    acceptance: list[Range]
+    measured: dict[int, float]
+    with_rows: dict[int, Range]
+    seconds: float | None
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """rows: of the whole train split. pilots: rows of the small trainings. seconds: of all stages
+    of the run but evaluations; None: nothing was trained. spent: seconds of this forecast. target:
+    its family and size. machine: where the costs were measured. elsewhere: that is another
+    machine. notes: what was not measured, and why."""
+
+    run: str
+    target: str
+    machine: str
+    elsewhere: bool
+    rows: int
+    pilots: list[int]
+    seconds: float | None
+    spent: float
+    lines: list[Line]
+    advice: str
+    notes: list[str] = field(default_factory=list)
+
+    def cells_of(self, name: str) -> list[Cell]:
+        """Those of the drafter with this name; none if there is none."""
+        return next((line.cells for line in self.lines if line.name == name), [])
+
+
+def read_forecast(file: Path) -> Forecast:
+    """What `draftsmith forecast --json FILE` wrote. Raises UserError if it cannot be read."""
+    expected = "expected what `draftsmith forecast --json FILE` of this version wrote"
+    try:
+        return TypeAdapter(Forecast).validate_json(file.read_bytes())
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); {expected}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{file}: {place}: {first['msg']}; {expected}") from error
+
+
+def advice(lines: Sequence[Line]) -> str:
+    """One sentence about the first load and length: what to train, or not to."""
+    weighed = [(line, line.cells[0]) for line in lines if line.cells]
+    if not weighed:
+        return "no cost could be measured, so nothing is said about the speed"
+    where = weighed[0][1].where
+    gains = [(at.speedup, line) for line, at in weighed if at.speedup is not None]
+    trained = [(own, line.name) for own, line in gains if line.trained]
+    others = [(own, line.name) for own, line in gains if not line.trained]
+    if not trained:
+        each = ", ".join(f"{line.name} above {at.pays_above:.2f}" for line, at in weighed)
+        return f"not known, as nothing was trained; {where}, drafts pay so: {each} tokens per step"
+    own, best = max(trained, key=lambda one: one[0].value)
+    theirs, other = max(others, key=lambda one: one[0].value, default=(None, ""))
+    if theirs is not None and theirs.low > max(own.high, 1.0):
+        return f"{other} is enough: it needs no training and gains {theirs} {where}"
+    if own.high < 1:
+        return f"do not train: the best stage, {best}, would gain {own} {where}"
+    if own.low > 1 and (theirs is None or own.low > theirs.high):
+        return f"train {best}: it will gain {own} {where}"
+    beside = "" if theirs is None else f", and {other} gains {theirs} untrained"
+    return (
+        f"not certain: {best} would gain {own} {where}{beside}; more --minutes make the "
+        "interval narrower"
+    )
