@@ -1,10 +1,13 @@
 """Training of heads on hidden states that a server hands out, and the server's faults."""
 
 import contextlib
+import runpy
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ from tests.training import assert_equal
 from tests.upstream import served
 from train.base.stage import StageInputs
 from train.engines import ask_servers
-from train.engines.states import ask_states
+from train.engines.states import ask_states, open_states
 from train.settings.server_config import ServedFeatures
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -299,3 +302,23 @@ def test_vllm_hands_out_the_states_of_the_target(
     for theirs, ours in zip(*history, strict=True):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
     assert not [path for path in (tmp_path / "s").iterdir() if path.name.startswith(".tmp-")]
+
+
+def test_names_that_vllm_renamed_end_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Renamed:
+        def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+            self._kv_cache = next(iter(kv_caches.values()))
+
+        def _submit_async_write(self) -> None: ...
+
+    package = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+    theirs = {"ExampleHiddenStatesConnector": Renamed, "extract_from_kv_cache": None}
+    for name, members in (("vllm", {"__version__": "9.1"}), (package, theirs)):
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    connector: Any = runpy.run_path(str(Path(open_states.__file__).parent / "vllm_connector.py"))
+    states = connector["StatesConnector"]()
+    states.register_kv_caches({"layer": torch.zeros(1, device="meta")})
+    with pytest.raises(RuntimeError, match=r"vLLM 9\.1 has no _write_tensors, .*_lock_fds"):
+        states.register_kv_caches({"layer": torch.zeros(1)})

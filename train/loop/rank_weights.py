@@ -104,7 +104,9 @@ class RankWeights:
             from deepspeed.utils import safe_get_local_fp32_param
 
             return [safe_get_local_fp32_param(parameters[name]).detach() for name in self.trained]
-        return [flat.detach() for flat in self.module.optimizer.single_partition_of_fp32_groups]
+        # With ZeRO-1 and ZeRO-2 each group has one tensor: this rank's part of its weights.
+        groups = self.module.optimizer.param_groups
+        return [flat.detach() for group in groups for flat in group["params"]]
 
     @contextmanager
     def exchanged(self, shares: Sequence[Tensor]) -> Iterator[None]:

@@ -7,9 +7,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
     ExampleHiddenStatesConnector,
     extract_from_kv_cache,
+)
+
+# What this file calls and reads of vLLM's connector that vLLM does not promise to keep.
+METHODS = ("_submit_async_write", "_write_tensors", "_on_write_done")
+STATE = (
+    *("_kv_cache", "_block_size", "_is_tp_rank_zero"),
+    *("_executor", "_lock_fds", "_req_copy_events"),
 )
 
 
@@ -26,6 +34,18 @@ class _Done:
 class StatesConnector(ExampleHiddenStatesConnector):
     """Writes a safetensors file for each request: `hidden_states` [n, layers, H] and `token_ids`
     [n]. The file beside it that ends in `.lock` is locked until the first one is complete."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """vLLM calls this once, before any request. Raises RuntimeError on a CPU if vLLM's own
+        connector has other names by now."""
+        super().register_kv_caches(kv_caches)
+        missing = [name for name in METHODS if not hasattr(ExampleHiddenStatesConnector, name)]
+        missing += [name for name in STATE if name not in vars(self)]
+        if missing and any(cache.device.type == "cpu" for cache in kv_caches.values()):
+            raise RuntimeError(
+                f"vLLM {vllm.__version__} has no {', '.join(missing)} in its connector for hidden "
+                "states, which writing them on a CPU needs. Use an older vLLM, or a GPU"
+            )
 
     def _submit_async_write(self, pending: Any) -> None:
         cache = self._kv_cache
