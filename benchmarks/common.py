@@ -19,7 +19,6 @@ from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import Tally
@@ -27,6 +26,7 @@ from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
 from train.base.provenance import describe_process, version_of
+from train.measure.intervals import ratio_of_totals
 from train.run.config_checks import validate_config
 from train.run.run import Run, make_directory
 

@@ -53,9 +53,9 @@ from benchmarks.shared.device_parts import (
 from benchmarks.shared.process_memory import forget_peak, peak_resident_memory
 from decode.base.errors import UserError
 from decode.costs import OtherProcesses, busy
-from decode.measure.machine import describe_gpus
 from decode.model.loading import resolve_device
 from draftsmith.cli.examination import Findings
+from train.measure.machine import describe_gpus
 
 Part = Callable[[Bench], dict[str, Any]]
 PARTS: dict[str, Part] = {

@@ -71,13 +71,13 @@ from benchmarks.shared.drafter_contestants import (
 from benchmarks.shared.held_memory import held_bytes
 from benchmarks.shared.small_vocabulary import write_student
 from decode.base.errors import UserError
-from decode.measure.evaluation import evaluate
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from draftsmith.cli.command import tokenized_prompts
 from train.base.console import Reporter
 from train.data.read import read_examples, spread
+from train.measure.evaluation import evaluate
 
 DATASTORE_NODES = 8
 HEAD_SIZE = 64  # of a target of random weights

@@ -49,7 +49,6 @@ from benchmarks.common import (
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoded, Decoder
-from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
@@ -57,6 +56,7 @@ from heads.heads_directory import stored_options
 from train.base.console import Reporter
 from train.data.read import spread
 from train.loop.head_start import start_directory
+from train.measure.intervals import ratio_of_totals
 from train.run.run import Run
 
 TEXT = ["answers", "variants"]

@@ -36,15 +36,15 @@ from benchmarks.shared.structured_prompts import KINDS, Asked, is_valid, prompts
 from decode.draw import logits as logits_of_text
 from decode.grammars import Grammar, Grammars
 from decode.loop.decoding import Decoded
-from decode.measure.evaluation import evaluate
-from decode.measure.intervals import ratio_of_totals
-from decode.measure.structured import forced_tokens
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from decode.text import prompt_ids
 from decode.text_stream import text_of
 from draftsmith.cli.command import EnginePythonOption
+from train.measure.evaluation import evaluate
+from train.measure.intervals import ratio_of_totals
+from train.measure.structured import forced_tokens
 
 # The heads draft three tokens, and the forced run behind them follows in the same chain.
 HEADS = "horizontal:first=embedded:eagle1-smollm2-135m,later=grammar,depth=3"

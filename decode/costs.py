@@ -1,6 +1,6 @@
 """The costs of drafting and verifying on this machine, and how busy the machine is meanwhile.
 
-The costs are those of a draft by its depth, and v(n), in plain steps. `decode.measure.time_costs`
+The costs are those of a draft by its depth, and v(n), in plain steps. `decode.time_costs`
 measures them.
 """
 

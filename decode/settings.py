@@ -12,11 +12,11 @@ from decode.draw.sampling import Sampling
 from decode.lengths import Policy
 from decode.loop.decoding import Decoder
 from decode.loop.parts import Part, make_policy, make_rule, make_shape, plans_by_costs, room
-from decode.measure.time_costs import measure_costs
 from decode.model.generation_config import decoder_processors
 from decode.model.loading import Target
 from decode.rules import default_rule
 from decode.text_stream import Stop
+from decode.time_costs import measure_costs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ _MODULES = {
     "AuditOptions": "draftsmith.auditing.options",
     "Decoded": "decode.loop.decoding",
     "Decoder": "decode.loop.decoding",
-    "Evaluation": "decode.measure.figures",
+    "Evaluation": "train.measure.figures",
     "EvaluationProtocol": "decode.settings",
     "Grammars": "decode.grammars",
     "Run": "train.run.run",
@@ -42,7 +42,7 @@ _MODULES = {
     "UserError": "decode.base.errors",
     "audit": "draftsmith.auditing.entry",
     "choose": "decode.choices",
-    "evaluate": "decode.measure.evaluation",
+    "evaluate": "train.measure.evaluation",
     "load_target": "decode.model.loading",
     "open_drafter": "decode.opening.directory",
     "save_drafter": "decode.opening.directory",
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from decode.grammars import Grammars as Grammars
     from decode.loop.decoding import Decoded as Decoded
     from decode.loop.decoding import Decoder as Decoder
-    from decode.measure.evaluation import evaluate as evaluate
-    from decode.measure.figures import Evaluation as Evaluation
     from decode.model.loading import Target as Target
     from decode.model.loading import load_target as load_target
     from decode.opening.directory import open_drafter as open_drafter
@@ -69,6 +67,8 @@ if TYPE_CHECKING:
     from draftsmith.auditing.findings import Audit as Audit
     from draftsmith.auditing.options import AuditOptions as AuditOptions
     from train.loop.checkpoint import Stopped as Stopped
+    from train.measure.evaluation import evaluate as evaluate
+    from train.measure.figures import Evaluation as Evaluation
     from train.run.config import RunConfig as RunConfig
     from train.run.entry import train as train
     from train.run.run import Run as Run

@@ -11,7 +11,6 @@ from decode.base.errors import UserError
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.joint_law import joint_laws
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.rules import Rule
@@ -25,6 +24,7 @@ from draftsmith.export.export_directory import check_export
 from tests.lossless import LONGER, PENALISED, Case, exact_law
 from tests.mutants import WrongResidualRow
 from tests.tiny import tiny_target
+from train.measure.joint_law import joint_laws
 
 PLAIN, END = Sampling(1.0), 7
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.opening.directory import open_drafter
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -33,6 +32,7 @@ from train.data.chat_tokens import Sample
 from train.data.read import Example
 from train.loop import boosting
 from train.loop.boosting import Reading, TokenWeights, guesses
+from train.measure.ranks import Ranks
 from train.settings.training import BoostConfig
 
 NOUNS = ("dog", "fox", "sea", "shell")

@@ -8,9 +8,9 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
-from decode.measure.calibrate_threshold import Trial, calibrate_threshold, choose
 from decode.settings import DecodeSettings
 from tests.tiny import tiny_model, tiny_target
+from train.measure.calibrate_threshold import Trial, calibrate_threshold, choose
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 

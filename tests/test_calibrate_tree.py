@@ -19,7 +19,6 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
 from decode.model.loading import Target, load_target
 from decode.opening.directory import describe_drafter, open_drafter, save_drafter
 from decode.settings import DecodeSettings
@@ -37,6 +36,7 @@ from heads.options import HeadOptions
 from tests.tiny import moved, save_tiny, tiny_target, tiny_tokenizer
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import read_examples
+from train.measure.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
 
 WORDS = ("the dog", "a fox and the sea", "two", "it sells a shell", "one token", "the drafter")
 NEW = 12
@@ -342,7 +342,7 @@ def test_a_smaller_tree_within_the_noise_is_taken_and_told(
 
     def found(noise: float, others: float | None = None) -> TreeCalibration:
         costs = Costs(0.03, 1, 0.02, (1, 2, 3, 5, 9), (1.0, 1.0, 1.0, 1.02, 1.04), noise, others)
-        monkeypatch.setattr("decode.measure.calibrate_tree.measure_costs", lambda *_, **__: costs)
+        monkeypatch.setattr("train.measure.calibrate_tree.measure_costs", lambda *_, **__: costs)
         return calibrate_tree(
             target, drafter, prompts, method=method, depth=2, width=4, max_new_tokens=NEW
         )

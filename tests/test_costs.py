@@ -20,11 +20,11 @@ from decode.draw.sampling import Sampling
 from decode.lengths.by_batch import ByBatch
 from decode.lengths.cost_model import CostModel
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.evaluation import evaluate
-from decode.measure.time_costs import measure_costs
 from decode.model.cache.cached_model import CachedLM
 from decode.settings import DecodeSettings, EvaluationProtocol
+from decode.time_costs import measure_costs
 from tests.tiny import finish, tiny_model, tiny_target
+from train.measure.evaluation import evaluate
 
 model = functools.cache(tiny_model)
 PROMPT = [5, 17, 250, 9, 42]

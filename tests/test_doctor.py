@@ -11,10 +11,6 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from decode.measure import check_lossless as checks
-from decode.measure import machine
-from decode.measure.check_lossless import SHAPE, check_loop, distance, random_llama
-from decode.measure.time_passes import pass_seconds, weight_bytes
 from decode.model import trials
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache_names import given_cache
@@ -25,6 +21,10 @@ from draftsmith.cli import examination
 from draftsmith.cli.doctor import number
 from draftsmith.cli.main import app
 from tests.tiny import save_tiny, tiny_llama
+from train.measure import check_lossless as checks
+from train.measure import machine
+from train.measure.check_lossless import SHAPE, check_loop, distance, random_llama
+from train.measure.time_passes import pass_seconds, weight_bytes
 
 CPU = torch.device("cpu")
 MACHINES = Path(__file__).parent.parent / "docs" / "results" / "machines.md"

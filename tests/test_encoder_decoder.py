@@ -19,8 +19,6 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.check_lossless import FAR, distance
-from decode.measure.evaluation import evaluate
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.requirements import require_trees
 from decode.model.generation_config import padded_prompts
@@ -36,6 +34,8 @@ from tests import tiny
 from tests.contract import heads_on
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import EOS_ID, PAD_ID, finish, tiny_encoder_decoder, tiny_model, tiny_tokenizer
+from train.measure.check_lossless import FAR, distance
+from train.measure.evaluation import evaluate
 
 FAMILIES = ("t5", "bart", "marian")
 # Of different lengths, with tokens that come again.

@@ -17,7 +17,6 @@ from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.check_lossless import FAR, distance
 from decode.model.hidden_states import FINAL
 from decode.opening.directory import open_drafter
 from decode.shapes.static import Static
@@ -45,6 +44,7 @@ from tests.test_encoder_decoder import (
 from tests.tiny import EOS_ID, PAD_ID, tiny_encoder_decoder, tiny_model
 from train.data.batches import collate, inputs
 from train.data.chat_tokens import Sample
+from train.measure.check_lossless import FAR, distance
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 TERMS = WeightedLoss({"forward_kl": 0.7, "cross_entropy": 0.3})

@@ -17,12 +17,12 @@ from accelerate import Accelerator
 from accelerate.state import is_initialized
 
 import draftsmith
-from decode.measure.time_passes import trains_in_bfloat16
 from decode.model.loading import resolve_dtype
 from tests.tiny import save_tiny
 from tests.training import begin_anew
 from train.base.launcher import environment_of_one
 from train.base.tracking.trackers import PACKAGES, chosen_trackers
+from train.measure.time_passes import trains_in_bfloat16
 from train.run.config_checks import load_config, validate_config
 from train.run.entry import begun
 
@@ -151,8 +151,8 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
 
     trains_in_bfloat16.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr("decode.measure.time_passes.torch.matmul", multiply)
-        patched.setattr("decode.measure.time_passes.time.perf_counter", lambda: clock[0])
+        patched.setattr("train.measure.time_passes.torch.matmul", multiply)
+        patched.setattr("train.measure.time_passes.time.perf_counter", lambda: clock[0])
         faster = trains_in_bfloat16(torch.device("cpu"))
     assert faster == (computes and seconds[0] < seconds[1])
     target = {"model": str(base / "target"), "dtype": "fastest", "device": "cpu"}

@@ -9,7 +9,6 @@ import torch
 from transformers import GenerationConfig
 
 from decode.base.errors import UserError
-from decode.measure.tree_acceptance import probe
 from decode.model.loading import Target, load_target
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
@@ -31,6 +30,7 @@ from tests.export import (
     train_import,
 )
 from tests.tiny import save_tiny
+from train.measure.tree_acceptance import probe
 
 MEDUSA = {"type": "medusa", "heads": 3}
 

@@ -16,7 +16,6 @@ from benchmarks.shared.child_job import run_job
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.loop.decoding import Decoder
-from decode.measure.same_text import identical
 from decode.model.loading import Target, load_target
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.verify_export import ExportVerification, engine_for, verify_export
@@ -37,6 +36,7 @@ from tests.export import (
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, save_tiny, tiny_model, with_noise
 from train.engines.child_process import serving, start_process, stop_process
+from train.measure.same_text import identical
 
 
 @pytest.fixture(scope="module")

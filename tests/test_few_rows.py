@@ -12,7 +12,6 @@ from torch import nn
 from transformers import LlamaConfig
 
 from decode.base.errors import UserError
-from decode.measure.machine import describe_kernels
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward import few_rows
@@ -27,6 +26,7 @@ from decode.model.identity import require_same_weights, sample_weights, weights_
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.export import require_environment
 from tests.tiny import VOCAB, tiny_model
+from train.measure.machine import describe_kernels
 
 
 @pytest.fixture(params=["bfloat16", "float32"])

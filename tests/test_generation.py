@@ -10,13 +10,13 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.timed_prompts import time_generate
 from decode.model.generation_config import nothing_filled_in, sampling_as_generate
 from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
 from decode.text import SpeculativeGenerator
 from decode.text_stream import decode
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
+from train.measure.timed_prompts import time_generate
 from train.settings.generate_config import GenerateConfig
 from train.stages.generate import _beam_search
 

@@ -24,7 +24,6 @@ from decode.draw.sampling import Sampling
 from decode.grammars import LONGEST, Grammar, Grammars
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
-from decode.measure.structured import forced_tokens
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
@@ -37,6 +36,7 @@ from tests.stages import examples, make_stage, plan_stage, run_stage, stage_cont
 from tests.tiny import finish, tiny_target, tiny_tokenizer
 from train.data.corpus import read_answers
 from train.data.read import Example
+from train.measure.structured import forced_tokens
 
 PERSON = {
     "type": "object",

@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
-from decode.measure import evaluation as measure
 from decode.model.loading import Target, load_target
 from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes import Chain
@@ -55,6 +54,7 @@ from train.data.chat_tokens import prompt_tokens
 from train.loop.optimizer import make_optimizer
 from train.loop.trained_backbone import TrainedBackbone
 from train.loop.trainer import Clock
+from train.measure import evaluation as measure
 from train.report.report_files import render_page
 from train.report.report_summary import footnotes, headline
 from train.run.config_checks import load_config

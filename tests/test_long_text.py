@@ -18,7 +18,6 @@ import train.stages
 from benchmarks import data as benchmark
 from decode.base.artifact import CorruptArtifact
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context
 from tests.test_data import example, sample_of, write
 from tests.tiny import tiny_target
@@ -31,6 +30,7 @@ from train.data.splits import split_off
 from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
 from train.data.text_files import Texts
 from train.data.write_samples import require_kept, write_samples
+from train.measure.ranks import Ranks
 from train.stages.generate import GenerateStage
 
 

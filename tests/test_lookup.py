@@ -29,7 +29,6 @@ from decode.drafters.lookup.rest import RestDrafter, RestOptions, write_rest
 from decode.drafters.lookup.suffix import Node, Place, SuffixDrafter, SuffixTrie
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import EvaluationProtocol
@@ -39,6 +38,7 @@ from tests.lossless import longer_model
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import tiny_target
 from tests.training import Killed
+from train.measure.evaluation import evaluate
 from train.run.config_checks import validate_config
 from train.settings.generate_config import GenerateConfig
 

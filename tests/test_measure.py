@@ -22,17 +22,17 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.loop.decoding import Decoded, Decoder
-from decode.measure.evaluation import evaluate
-from decode.measure.figures import Evaluation, break_even, repetition
-from decode.measure.intervals import ratio_of_totals, student_quantile
-from decode.measure.thinking import thinking_tokens
-from decode.measure.timed_prompts import fastest_gamma, in_turns
 from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES, Chain
 from decode.stats import Counts, Tally, Timing, summary
 from decode.verification import Seconds, Verification
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, tokens_fed, verification
 from train.base.provenance import describe_process
+from train.measure.evaluation import evaluate
+from train.measure.figures import Evaluation, break_even, repetition
+from train.measure.intervals import ratio_of_totals, student_quantile
+from train.measure.thinking import thinking_tokens
+from train.measure.timed_prompts import fastest_gamma, in_turns
 from train.report.report_summary import footnotes
 
 model = functools.cache(tiny_model)

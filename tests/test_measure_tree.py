@@ -13,13 +13,13 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.tree_acceptance import Acceptance, measure_acceptance, probe
 from decode.shapes import SHAPES
 from decode.shapes.calibrated import grow_greedily
 from decode.shapes.sequoia import plan_tree
 from decode.shapes.structure import Structure
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_trees import nearly
+from train.measure.tree_acceptance import Acceptance, measure_acceptance, probe
 
 Path = tuple[int, ...]
 

@@ -12,7 +12,6 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.evaluation import evaluate
 from decode.model.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
 from decode.model.cache.slot_memory import SlotStates
 from decode.model.cache.slots import Slots
@@ -21,6 +20,7 @@ from decode.shapes import Chain
 from decode.text import SpeculativeGenerator
 from tests.contract import decoder, recipe
 from tests.tiny import VOCAB, finish, tiny_model, tiny_target
+from train.measure.evaluation import evaluate
 
 SYSTEM = np.random.default_rng(0).integers(0, 4, 30).tolist()
 # The turns of a chat, another chat with the same system message, and a stranger.
@@ -245,7 +245,7 @@ def test_an_evaluation_reuses_turns_and_times_complete_prompts(
         caches.append(PrefixCache())
         return caches[-1]
 
-    monkeypatch.setattr("decode.measure.evaluation.prefix_cache", kept)
+    monkeypatch.setattr("train.measure.evaluation.prefix_cache", kept)
     target = tiny_target()
     prompts = [SYSTEM, [*SYSTEM, 7, 8, 9]]
     options: Any = {"timed_prompts": 2, "timed_tokens": 4, "generate": False}

@@ -11,7 +11,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import nn
 
-from decode.measure.machine import describe_kernels
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import few_rows, huge_pages
 from decode.model.forward.few_rows import FORMS
@@ -21,6 +20,7 @@ from decode.model.forward.prepare_model import refresh_packed
 from decode.model.forward.quantised_rows import FIRST, TYPES, QuantisedFile, unpacked
 from decode.model.forward.quantised_rows import FORMS as OWN_FORMS
 from tests.tiny import real_target
+from train.measure.machine import describe_kernels
 
 pytestmark = pytest.mark.skipif(
     few_rows.library(torch.float32) is None, reason="this CPU has no products of few rows"

@@ -589,7 +589,7 @@ def test_the_command_line_from_plan_to_text(base, finished):
     assert rows[1]["evaluation"]["steps"] > 0
     with pytest.MonkeyPatch.context() as patch:
         # Nothing is measured before all can be decoded with.
-        patch.setattr("decode.measure.evaluation.evaluate", None)
+        patch.setattr("train.measure.evaluation.evaluate", None)
         refused = command(
             *("evaluate", *target, "--drafter", "ngram", "--drafter", "skip:attention=0-99"),
             *("--prompts", str(base / "test.jsonl")),

@@ -16,7 +16,6 @@ from decode.drafters.skip import SelfDrafter, SkipDrafter
 from decode.drafters.swift import VARY_EVERY, LayerSearch, SwiftDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.calibrate_layers import Answers, LayerCosts, calibrate_layers
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
@@ -26,6 +25,7 @@ from decode.shapes import SHAPES
 from draftsmith.cli.main import app
 from draftsmith.edge.remote_target import RemoteLM
 from tests.tiny import as_target, finish, save_tiny, tiny_model, tiny_target
+from train.measure.calibrate_layers import Answers, LayerCosts, calibrate_layers
 
 LAYERS = 4
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]

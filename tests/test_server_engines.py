@@ -14,7 +14,6 @@ import httpx2
 import pytest
 
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.model.loading import load_target
 from tests.answer_server import (
     SETTINGS,
@@ -29,6 +28,7 @@ from train.base.stage import StageInputs
 from train.engines import launch
 from train.engines.launch import launched
 from train.engines.programs import find_vllm
+from train.measure.ranks import Ranks
 from train.settings.server_config import ServerConfig
 
 # --- engines that are started ---------------------------------------------------------------------

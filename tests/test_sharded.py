@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
-from decode.measure.calibrate_tree import calibrate_tree
 from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
 from tests.tiny import save_tiny
 from tests.training import forked, in_new_process, status_of, two_ranks
 from train.base.console import Reporter
 from train.data.read import spread
+from train.measure.calibrate_tree import calibrate_tree
 from train.run.config import RunConfig
 from train.run.config_checks import load_config, validate_config
 from train.run.run import Run

@@ -8,7 +8,6 @@ import torch
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.step_costs import step_cost
 from decode.model.forward import few_rows
 from decode.model.loading import Target
 from decode.shapes.static import Static
@@ -16,6 +15,7 @@ from heads.heads_directory import make_ready
 from tests.contract import moved_heads
 from tests.export import require_environment
 from tests.tiny import as_target, tiny_model
+from train.measure.step_costs import step_cost
 
 SIZES = {"hidden": 64, "heads": 2, "kv_heads": 1, "vocab": 320}
 PROMPT = list(range(5, 25))

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from distill.losses import WeightedLoss
 from distill.row_numbers import row_numbers
 from distill.settings import ParallelConfig
@@ -44,6 +43,7 @@ from tests.training import (
 from train.base.shared_disk import require_shared
 from train.loop.accelerator import launched_accelerator
 from train.loop.checkpoint import Checkpoints
+from train.measure.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

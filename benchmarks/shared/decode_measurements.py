@@ -26,11 +26,6 @@ from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder, Decoding
-from decode.measure.intervals import ratio_of_totals
-from decode.measure.machine import Limit, product_speed, read_speed
-from decode.measure.same_text import identical
-from decode.measure.step_costs import WARM_UP, step_cost
-from decode.measure.time_passes import finish, pass_seconds
 from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
@@ -38,6 +33,11 @@ from decode.stats import finite
 from train.base.console import Reporter
 from train.base.launcher import cores
 from train.data.read import spread
+from train.measure.intervals import ratio_of_totals
+from train.measure.machine import Limit, product_speed, read_speed
+from train.measure.same_text import identical
+from train.measure.step_costs import WARM_UP, step_cost
+from train.measure.time_passes import finish, pass_seconds
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")

@@ -28,14 +28,12 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.check_lossless import random_llama
-from decode.measure.time_costs import measure_costs
-from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache_names import cache_of
 from decode.model.forward.prepare_model import prepare
 from decode.model.identity import fingerprint
 from decode.model.loading import Target
+from decode.time_costs import measure_costs
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
@@ -47,6 +45,8 @@ from train.base.console import Reporter
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.read import read_examples
+from train.measure.check_lossless import random_llama
+from train.measure.time_passes import pass_seconds, seconds_by_turns
 
 DTYPE = torch.bfloat16
 CONTEXTS, WIDTHS = (100, 1000, 4000), (1, 5, 10, 33)

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.common import TARGET
 from benchmarks.shared.process_memory import peak_resident_memory
-from decode.measure.time_passes import finish
 from decode.model.loading import Target, load_model_and_tokenizer, load_target
 from distill.untrained_student import student_from_layers
+from train.measure.time_passes import finish
 
 
 @dataclass(frozen=True)

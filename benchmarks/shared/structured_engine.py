@@ -9,10 +9,10 @@ import numpy as np
 
 from benchmarks.serve.client import COMPLETIONS, Answer, ask
 from benchmarks.shared.structured_prompts import KINDS, Asked, is_valid
-from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target
 from train.engines.launch import launched, require_server
 from train.engines.programs import find_vllm
+from train.measure.intervals import ratio_of_totals
 from train.settings.server_config import EngineServer
 
 NAME = "target"

@@ -18,9 +18,9 @@ from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByAcceptance, ByLabel, ByText, Routing, TokenProfiles
 from decode.drafters.trained import VerifyingDrafter
 from decode.loop.decoding import Decoder
-from decode.measure.time_costs import measure_costs
 from decode.model.loading import Target
 from decode.shapes import Chain
+from decode.time_costs import measure_costs
 
 # What costs are measured on: drafts after this text, of up to this number of tokens.
 SAMPLE = "one, two, three, four, five, six; one, two, three, four, five, six; one, two, "
@@ -99,7 +99,7 @@ class Measured(Combination):
     (`decode.drafters.several.measured.MeasuredComposite`).
 
     costs: the costs of each drafter. None: they are measured once, when the drafters are opened
-    (`decode.measure.time_costs.measure_costs`)."""
+    (`decode.time_costs.measure_costs`)."""
 
     drafters: list[str]
     costs: list[Cost] | None = None

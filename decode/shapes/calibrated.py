@@ -1,6 +1,6 @@
 """Medusa's calibrated tree (2401.10774, section 2.3.3): the nodes that were accepted most often.
 
-`decode.measure.calibrate_tree` measures the acceptance on dev prompts.
+`train.measure.calibrate_tree` measures the acceptance on dev prompts.
 """
 
 import heapq

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from decode.draw.sampling import Sampling
-from decode.measure.joint_law import chi_square, joint_laws
 from decode.model.loading import Target
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.sampled import POWER
 from draftsmith.auditing.tails import chi_square_tail, smallest_variation
 from draftsmith.auditing.texts import EngineText
+from train.measure.joint_law import chi_square, joint_laws
 
 GROUP = "exact"
 # Vocabularies so small are enumerated without being asked for.

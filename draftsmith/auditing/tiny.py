@@ -13,7 +13,6 @@ import transformers
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as tokenizer_models
 
-from decode.measure.check_lossless import random_llama
 from decode.model.loading import load_target
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter, vacant
@@ -21,6 +20,7 @@ from draftsmith.export.formats.gguf_layout import metadata, write_gguf
 from draftsmith.export.formats.small_lm_gguf import gguf_tensors, own_weights
 from heads.heads_directory import new_heads, save_heads
 from heads.options import HeadOptions
+from train.measure.check_lossless import random_llama
 
 LETTERS, END = "abcdefg", "</s>"
 SHAPE: dict[str, Any] = {

@@ -44,13 +44,13 @@ def calibrate(
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
     latency among those whose acceptance is within bounds."""
-    from decode.measure.calibrate_threshold import calibrate_threshold
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from decode.shapes import Chain
     from decode.stats import finite
     from train.base.console import Reporter
     from train.data.read import read_examples
+    from train.measure.calibrate_threshold import calibrate_threshold
     from train.report.format_figures import format_number
 
     quieten()
@@ -125,11 +125,11 @@ def calibrate_tree(
 ) -> None:
     """Choose a drafter's tree by the target's acceptance on dev prompts, and store it with the
     drafter as its default shape."""
-    from decode.measure.calibrate_tree import calibrate_tree as calibrate
     from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafter
     from decode.shapes.static import TREE, store_tree
     from train.base.console import Reporter
     from train.data.read import read_examples
+    from train.measure.calibrate_tree import calibrate_tree as calibrate
 
     quieten()
     directory = Path(drafter).expanduser()
@@ -188,9 +188,9 @@ def calibrate_layers(
 ) -> None:
     """Choose the sublayers that a target skips to draft for itself, by its acceptance on dev
     prompts and measured costs. `--drafter skip:file=FILE` then drafts without them."""
-    from decode.measure.calibrate_layers import calibrate_layers as calibrate
     from train.base.console import Reporter
     from train.data.read import read_examples
+    from train.measure.calibrate_layers import calibrate_layers as calibrate
     from train.report.format_figures import format_number
 
     quieten()

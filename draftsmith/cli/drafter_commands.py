@@ -56,12 +56,12 @@ def evaluate(
         )
     import heads.kinds  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
-    from decode.measure.evaluation import evaluate as measure
     from decode.opening.directory import open_drafter
     from decode.settings import EvaluationProtocol
     from train.base.console import Reporter
     from train.base.provenance import describe_process
     from train.data.read import read_examples
+    from train.measure.evaluation import evaluate as measure
     from train.report.drafter_table import drafter_table
     from train.report.format_figures import MISSING
     from train.report.report_summary import footnotes

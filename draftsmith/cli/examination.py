@@ -18,16 +18,6 @@ from decode.base.device import dtype_name
 from decode.costs import OtherProcesses, busy
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
-from decode.measure.check_lossless import check_loop, random_llama
-from decode.measure.machine import (
-    GIB,
-    Limit,
-    describe_gpus,
-    describe_kernels,
-    dtype_speeds,
-    read_speed,
-)
-from decode.measure.time_passes import exact_bits_cost, pass_seconds, prefill_seconds, weight_bytes
 from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import (
     EMBEDDED,
@@ -41,6 +31,16 @@ from train.base.platforms import support
 from train.base.provenance import describe_process, version_of
 from train.engines.child_process import environment_of, package_version
 from train.engines.programs import find_vllm, llama_server_program
+from train.measure.check_lossless import check_loop, random_llama
+from train.measure.machine import (
+    GIB,
+    Limit,
+    describe_gpus,
+    describe_kernels,
+    dtype_speeds,
+    read_speed,
+)
+from train.measure.time_passes import exact_bits_cost, pass_seconds, prefill_seconds, weight_bytes
 
 # Packages that are used if they are installed.
 OPTIONAL = (

@@ -24,7 +24,6 @@ from decode.base.artifact import (
 )
 from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.measure.evaluation import evaluate
 from decode.model.loading import Target, load_target
 from decode.model.same_target import require_same_target
 from decode.opening.adapters import KIND as ADAPTER
@@ -49,6 +48,7 @@ from draftsmith.export.model_card import drafter_card, target_card
 from draftsmith.export.model_directory import README, find_backbone, write_backbone
 from draftsmith.export.trained_drafter import TrainedDrafter, without_directories
 from draftsmith.export.trained_in_run import evaluation_in_run, training_in_run
+from train.measure.evaluation import evaluate
 
 FORMAT = 1
 # How much lower an export's draft efficiency may be than its drafter's. Losses come from rounding

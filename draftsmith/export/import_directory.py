@@ -10,7 +10,6 @@ import yaml
 
 from decode.base.artifact import file_sha256
 from decode.base.errors import UserError
-from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import EvaluationProtocol
@@ -20,6 +19,7 @@ from draftsmith.export.formats import EXPORT_FILE, FORMATS, Format, ImportJob
 from draftsmith.export.formats.eagle3_layer import MODEL_TYPE
 from draftsmith.export.published import CARD, Checkpoint
 from draftsmith.export.published_gguf import GGUFCheckpoint
+from train.measure.evaluation import evaluate
 
 # Names that cards give to tokens per step. All count the token that the target adds to a draft.
 CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length", "accept_length")

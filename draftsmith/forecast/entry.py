@@ -15,7 +15,6 @@ from pathlib import Path
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
-from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from draftsmith.forecast.answer import Forecast, Line, Range, advice
@@ -35,6 +34,7 @@ from draftsmith.forecast.worth import Worksite
 from train.base.provenance import describe_process
 from train.base.run_files import forecast_of
 from train.data.read import Example, spread
+from train.measure.evaluation import evaluate
 from train.report.format_figures import format_duration, format_machine
 from train.run.config import RunConfig
 from train.run.entry import begun

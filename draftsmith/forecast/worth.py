@@ -10,9 +10,9 @@ import numpy as np
 from decode.base.errors import UserError
 from decode.costs import BUSY, Costs, busy
 from decode.drafters import Drafter
-from decode.measure.time_costs import measure_costs
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
+from decode.time_costs import measure_costs
 from draftsmith.forecast.answer import Cell, Forecast, Line
 from draftsmith.forecast.pilots import Outcome
 from train.loop.trained_target import load_like

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
-from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import Tally
@@ -23,6 +22,7 @@ from draftsmith.learn.learn_config import LearnConfig
 from train.base.config_file import read_config
 from train.base.console import Reporter
 from train.data.read import Example, read_examples
+from train.measure.evaluation import evaluate
 from train.run.config import RunConfig
 from train.run.config_checks import build_config
 from train.run.run import Run

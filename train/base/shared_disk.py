@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
+from train.measure.ranks import Ranks
 
 # Seconds until a file of another machine must be there: network file systems show it late.
 PATIENCE = 60.0

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from decode.base.errors import nearest
-from decode.measure.thinking import MARKS
+from train.measure.thinking import MARKS
 
 Message = dict[str, Any]
 

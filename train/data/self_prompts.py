@@ -21,11 +21,11 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import Target
 from train.data.chat_tokens import user_prefix
 from train.data.read import Examples, read_examples
 from train.data.template import has_template
+from train.measure.ranks import ALONE, Ranks
 
 FILE = "prompts.jsonl"
 # A message is left out if it shares this number of words in a row with a held-out prompt.

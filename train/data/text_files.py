@@ -20,11 +20,11 @@ import numpy as np
 
 from decode.base.artifact import recover
 from decode.base.errors import UserError
-from decode.measure.ranks import ALONE, Ranks
 from train.data.chat_tokens import Sample
 from train.data.read import Example, content_key, content_keys, select
 from train.data.stored_samples import StoredSamples, sample_part
 from train.data.write_samples import write_samples
+from train.measure.ranks import ALONE, Ranks
 
 SHARE_EXAMPLES = 16_384  # rows that one part holds
 

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from decode.base.artifact import remove_directory, verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
-from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from distill.trainable_model import Trainable
 from train.data.batches import permutation
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import Example
+from train.measure.ranks import Ranks
 from train.settings.training import OnPolicyConfig
 
 # Returns the complete trained parameters whose names begin with a prefix, on every rank. The prefix

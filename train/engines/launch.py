@@ -18,13 +18,13 @@ from decode.base.artifact import temporary
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
-from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
 from train.base.platforms import require_posix
 from train.engines.child_process import model_directory, python_of, serving
 from train.engines.programs import VLLM_ENVIRONMENT, find_vllm, llama_server_program
+from train.measure.ranks import ALONE, Ranks
 from train.settings.server_config import EngineServer
 
 LARGE = 2e9  # parameters, from which a build for CPUs is refused unless it is asked for

@@ -20,7 +20,6 @@ from torch import Tensor
 from decode.base.artifact import manifest_sha256, verify_directory, write_directory
 from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import load_vocabulary
-from decode.measure.ranks import ALONE, Ranks
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import Target, load_target
 from decode.model.without_weights import load_shapes
@@ -38,6 +37,7 @@ from train.base.drafter_stages import (
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes, take, texts
+from train.measure.ranks import ALONE, Ranks
 from train.settings.schema import StageConfig, closest_stage
 from train.settings.training import BoostConfig
 

@@ -37,8 +37,8 @@ from decode.base.artifact import (
     write_directory,
 )
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from train.base.console import Reporter
+from train.measure.ranks import Ranks
 
 PREFIX = "step"
 STATE = "trainer.json"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoder
-from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.stats import Counts
 from train.data.batches import Batches, Inputs, RankText, collate, inputs
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.data.training_text import Weights
+from train.measure.ranks import Ranks
 from train.settings.training import DevConfig
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.measure.calibrate_tree import NothingAccepted, TreeCalibration, calibrate_tree
-from decode.measure.ranks import Ranks
 from decode.model.cache.requirements import require_trees
 from decode.model.kinds.layer_kinds import require_slots
 from decode.model.loading import Target
 from heads.heads_module import Heads
 from train.data.corpus import Corpus
 from train.data.read import spread
+from train.measure.calibrate_tree import NothingAccepted, TreeCalibration, calibrate_tree
+from train.measure.ranks import Ranks
 from train.settings.training import TreeConfig
 
 

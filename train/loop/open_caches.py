@@ -7,7 +7,6 @@ from typing import TypeVar
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher.cache_parts import check_parts, note_checked, part_directories
@@ -15,6 +14,7 @@ from distill.teacher.cached_features import CachedFeatures, holds_features
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import texts
+from train.measure.ranks import Ranks
 
 Cache = CachedTeacher | CachedFeatures
 C = TypeVar("C", bound=Cache)

@@ -13,12 +13,12 @@ from accelerate.utils import gather_object
 
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoder
-from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from distill.replay.online_student import OnlineStudent
 from train.base.console import Reporter
 from train.data.read import Example
 from train.loop.checkpoint import Stopped, StopRequest
+from train.measure.ranks import Ranks
 from train.online.learning import Online, Round
 from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate, summed
 from train.settings.online_config import OnlineStageConfig

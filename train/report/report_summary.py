@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from decode.base.install_command import install_command
-from decode.measure.intervals import FEWEST_PROMPTS
 from train.base.run_files import START
+from train.measure.intervals import FEWEST_PROMPTS
 from train.report.drafter_table import is_baseline, row_labels, without_gamma
 from train.report.format_figures import (
     MISSING,

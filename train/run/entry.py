@@ -15,13 +15,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
 from decode.base.errors import UserError
-from decode.measure.time_passes import trains_in_bfloat16
 from decode.model.loading import resolve_device
 from train.base.config_file import ConfigSource, plain, read_config
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores, end_with_launcher, local_processes
 from train.base.tracking.trackers import chosen_trackers
 from train.loop.accelerator import launched_accelerator
+from train.measure.time_passes import trains_in_bfloat16
 from train.run.config import RunConfig, dump_config
 from train.run.config_checks import build_config
 from train.run.run import Run

@@ -28,7 +28,6 @@ from accelerate.utils import set_seed
 
 from decode.base.artifact import recover, remove_directory, require_space, write_file
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.model.cache.requirements import require_decoding, require_trees
 from decode.model.chat_template import set_template_args
 from decode.model.loading import Target, load_target
@@ -47,6 +46,7 @@ from train.data.template import set_moment
 from train.data.text_files import Texts
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
+from train.measure.ranks import Ranks
 from train.report.report_files import NOTES_FILE, make_report
 from train.run.config import RunConfig, differences, dump_config
 from train.run.config_checks import validate_config
@@ -123,7 +123,7 @@ class Run:
     @property
     def report(self) -> dict[str, Any]:
         """report.json: the config, provenance, the stages' summaries, and in `rows` the figures of
-        every drafter (`decode.measure.figures`). Raises UserError if the run has none yet."""
+        every drafter (`train.measure.figures`). Raises UserError if the run has none yet."""
         try:
             return json.loads((self.directory / "report.json").read_text("utf-8"))
         except OSError as error:

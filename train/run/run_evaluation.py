@@ -21,10 +21,6 @@ from decode.base.artifact import (
 )
 from decode.base.errors import UserError
 from decode.base.registry import Choice
-from decode.measure.evaluation import evaluate, help_evaluate
-from decode.measure.figures import Evaluation
-from decode.measure.ranks import Ranks
-from decode.measure.timed_prompts import fastest_gamma
 from decode.model.loading import Target
 from decode.opening.directory import (
     DRAFTER_FILE,
@@ -37,6 +33,10 @@ from train.base.run_files import BEFORE, EVALUATION, EVALUATIONS, START, stored_
 from train.base.stage import StagePlan
 from train.data.read import Example, spread
 from train.loop.trained_target import load_like
+from train.measure.evaluation import evaluate, help_evaluate
+from train.measure.figures import Evaluation
+from train.measure.ranks import Ranks
+from train.measure.timed_prompts import fastest_gamma
 from train.run.config import RunConfig, differences, dump_config
 
 SAMPLES = 3

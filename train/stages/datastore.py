@@ -9,10 +9,10 @@ import numpy as np
 
 from decode.drafters.lookup.documents import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
-from decode.measure.ranks import Ranks
 from decode.opening.directory import describe_drafter, save_drafter
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.stored_samples import StoredSamples
+from train.measure.ranks import Ranks
 from train.settings.datastore_config import DatastoreConfig
 from train.settings.schema import StageConfig
 from train.stages.text_stages import TextStage, size

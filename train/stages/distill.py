@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from decode.drafters import Drafter
-from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.adapter_directory import save_adapter
@@ -51,6 +50,7 @@ from train.loop.teachers import (
 )
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
+from train.measure.ranks import Ranks
 from train.settings.distill_config import DistillConfig
 from train.settings.schema import StageConfig
 from train.settings.training import DevConfig

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.model.hidden_states import Recorder
 from decode.model.pretrained import require_present
 from distill.teacher.cache_parts import check_parts, parts_of
@@ -26,6 +25,7 @@ from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
+from train.measure.ranks import Ranks
 from train.settings.cache_configs import FeatureCacheConfig
 from train.settings.schema import StageConfig
 from train.stages.text_stages import CacheStage

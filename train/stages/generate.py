@@ -19,7 +19,6 @@ from decode.base.errors import UserError
 from decode.grammars import Grammar
 from decode.loop.decoding import Decoder
 from decode.loop.rows import RowSettings
-from decode.measure.ranks import Ranks
 from decode.model.generation_config import (
     decoder_processors,
     decoder_settings,
@@ -42,6 +41,7 @@ from train.engines.answers.known_parts import Jobs, Part, part_meta, prompt_key,
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
+from train.measure.ranks import Ranks
 from train.settings.cache_configs import FeatureCacheConfig
 from train.settings.generate_config import GenerateConfig
 from train.stages.feature_cache import STATES

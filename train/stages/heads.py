@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
-from decode.measure.calibrate_tree import TreeCalibration
-from decode.measure.ranks import Ranks
 from decode.model.forward.weight_bytes import use_bytes
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
@@ -53,6 +51,8 @@ from train.loop.trained_backbone import TrainedBackbone
 from train.loop.trained_target import held_out_samples, trained_parameters
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
+from train.measure.calibrate_tree import TreeCalibration
+from train.measure.ranks import Ranks
 from train.settings.heads_config import HeadsConfig
 from train.settings.schema import StageConfig
 from train.settings.server_config import ServedFeatures

@@ -11,7 +11,6 @@ import torch
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.measure.ranks import Ranks
 from decode.model.cache.requirements import require_trees
 from decode.opening.directory import save_drafter
 from decode.rules import RULES
@@ -38,6 +37,7 @@ from train.loop.estimates import (
     prompt_length,
     training_disk_bytes,
 )
+from train.measure.ranks import Ranks
 from train.online.learners import OTHER_TOKENIZER, PARALLEL, Learning
 from train.online.learning import Online
 from train.online.serving import Serving

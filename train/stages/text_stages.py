@@ -11,7 +11,6 @@ from torch import Tensor
 
 from decode.base.artifact import require_space, write_file
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from distill.choose_vocabulary import most_frequent
 from distill.teacher.cache_parts import (
     check_parts,
@@ -34,6 +33,7 @@ from train.loop.live_window import LiveWindow
 from train.loop.teachers import lost_mass
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingProgress, TrainingTask
+from train.measure.ranks import Ranks
 from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
 from train.settings.optimizer_config import OptimizerConfig

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from train.data.corpus import Corpus, write_answers
 from train.data.read import Example, spread
@@ -15,6 +14,7 @@ from train.engines.answers.known_parts import Part
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
 from train.engines.ask_servers import REFUSED, UNANSWERED, ask_servers
 from train.engines.launch import engine_in_words, launched
+from train.measure.ranks import Ranks
 from train.settings.server_config import ServerConfig
 
 

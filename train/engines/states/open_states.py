@@ -13,7 +13,6 @@ from accelerate import Accelerator
 
 from decode.base.artifact import require_space, temporary
 from decode.base.errors import UserError
-from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures
 from train.data.batches import collate, inputs
@@ -24,6 +23,7 @@ from train.engines.ask_servers import Unanswered
 from train.engines.launch import engine_in_words, launched
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
 from train.engines.states.served_states import ServedStates, engine_ids, require_room
+from train.measure.ranks import Ranks
 from train.settings.server_config import StatesServer
 
 # ‖theirs − ours‖ ÷ ‖ours‖, the median over tokens: room for 16 bits and other kernels.

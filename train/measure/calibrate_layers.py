@@ -23,10 +23,10 @@ from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.time_costs import measure_costs
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.sublayers import Sublayers
 from decode.model.loading import Target
+from decode.time_costs import measure_costs
 
 OnProgress = Callable[[int], None]  # called with the number of sets tried so far
 # How many of the sublayers that stay are tried in the place of one that is skipped.

@@ -19,12 +19,12 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.joint_law import chi_square, joint_laws
-from decode.measure.time_passes import CPU
 from decode.model.forward.prepare_model import prepare
 from decode.model.pretrained import input_device
 from decode.shapes import Chain
 from decode.shapes.static import Static
+from train.measure.joint_law import chi_square, joint_laws
+from train.measure.time_passes import CPU
 
 # Wide weights: the likeliest token is a clear one, and each token depends on the text before it.
 SHAPE: dict[str, Any] = {

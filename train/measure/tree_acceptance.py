@@ -19,10 +19,10 @@ from decode.drafters import Drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.ranks import ALONE, Ranks
 from decode.shapes.static import FixedTree
 from decode.shapes.structure import Structure
 from decode.verification import Verification
+from train.measure.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)

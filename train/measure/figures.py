@@ -6,7 +6,7 @@ The meaning of each figure:
 - speed-up: time per emitted token of plain decoding, divided by that of speculative decoding in the
   same loop and process. Both decode the same prompts in the same batches (of one prompt by
   default), in turns of a few tokens; prefill is included. It is a ratio of totals with a 95%
-  interval over batches (`decode.measure.intervals`). If both texts have the same length, as in
+  interval over batches (`train.measure.intervals`). If both texts have the same length, as in
   greedy lossless decoding, it is the ratio of wall times (`speedup_basis`).
 - speed-up without prefill: without the target's and the drafter's passes over the prompts, and
   without the token from the target's pass.
@@ -25,8 +25,8 @@ The meaning of each figure:
 - γ, la/k and milliseconds by part of a step: see `decode.stats.summary`. They are given separately
   for the acceptance run (batches of `batch_size`) and the timed run (`timed_batch_size`).
 - parts: the counts and figures of the acceptance run for a reasoning model, `thinking` and `answer`
-  apart. A step belongs to the part in which its draft begins (`decode.measure.thinking`).
-- structured: for answers with a grammar, see `decode.measure.structured`.
+  apart. A step belongs to the part in which its draft begins (`train.measure.thinking`).
+- structured: for answers with a grammar, see `train.measure.structured`.
 - repetition: the share of a text's tokens inside an 8-gram that the text repeats.
 """
 
@@ -39,10 +39,10 @@ import numpy as np
 
 from decode.costs import Costs, busy
 from decode.loop.decoding import Decoded
-from decode.measure.intervals import ratio_of_totals
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts, Tally, Timing, finite, summary
 from decode.verification import Verification
+from train.measure.intervals import ratio_of_totals
 
 REPEATED = 8  # tokens
 
@@ -55,7 +55,7 @@ class Evaluation:
     `generate()`. drafts: a short description, such as `chain`. others: see
     `decode.costs`. ranks: the processes that shared the acceptance run. parts: counts
     inside and outside of the thinking part, if both occur. kernels: what computed the target
-    (`decode.measure.machine.describe_kernels`). structured: of answers with a grammar; None: no
+    (`train.measure.machine.describe_kernels`). structured: of answers with a grammar; None: no
     answer has one."""
 
     protocol: EvaluationProtocol

@@ -20,7 +20,7 @@ WITHIN = (0.6, 0.8)
 
 @dataclass(frozen=True)
 class Trial:
-    """One θ and its figures, as defined in `decode.measure.figures`. Times are at batch 1 and
+    """One θ and its figures, as defined in `train.measure.figures`. Times are at batch 1 and
     include prefill. A figure that does not exist is NaN."""
 
     threshold: float

@@ -1,6 +1,6 @@
 """Evaluates a drafter: acceptance on many prompts, time on a few, always with the same loop.
 
-`decode.measure.figures` explains each figure.
+`train.measure.figures` explains each figure.
 """
 
 import itertools
@@ -15,18 +15,18 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.grammars import Grammar
 from decode.loop.decoding import Decoder
 from decode.loop.rows import RowSettings
-from decode.measure.figures import Evaluation, repetition
-from decode.measure.machine import describe_kernels
-from decode.measure.ranks import ALONE, Ranks
-from decode.measure.same_text import identical
-from decode.measure.structured import structured_figures
-from decode.measure.thinking import counts_by_part, thinking_tokens
-from decode.measure.timed_prompts import OnProgress, time_by_turns, timed_batches
 from decode.model.cache.prefix_cache import prefix_cache
 from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
 from decode.verification import Verification
+from train.measure.figures import Evaluation, repetition
+from train.measure.machine import describe_kernels
+from train.measure.ranks import ALONE, Ranks
+from train.measure.same_text import identical
+from train.measure.structured import structured_figures
+from train.measure.thinking import counts_by_part, thinking_tokens
+from train.measure.timed_prompts import OnProgress, time_by_turns, timed_batches
 
 
 def evaluate(

@@ -12,15 +12,6 @@ from decode.costs import Costs
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.ranks import ALONE, Ranks
-from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
-from decode.measure.tree_acceptance import (
-    Acceptance,
-    batches_of,
-    measure_acceptance,
-    probe,
-    require_shaped,
-)
 from decode.model.cache.requirements import require_trees
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
@@ -30,6 +21,15 @@ from decode.shapes.sequoia import TreePlan, plan_tree, smallest_within
 from decode.shapes.static import FixedTree
 from decode.shapes.structure import Structure
 from decode.stats import Counts
+from decode.time_costs import CAREFUL_REPEATS, measure_costs
+from train.measure.ranks import ALONE, Ranks
+from train.measure.tree_acceptance import (
+    Acceptance,
+    batches_of,
+    measure_acceptance,
+    probe,
+    require_shaped,
+)
 
 Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase

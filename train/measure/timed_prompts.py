@@ -11,7 +11,6 @@ from decode.costs import OtherProcesses
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.loop.rows import RowSettings
-from decode.measure.time_passes import finish
 from decode.model.generation_config import (
     decoder_settings,
     nothing_filled_in,
@@ -20,6 +19,7 @@ from decode.model.generation_config import (
 )
 from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
+from train.measure.time_passes import finish
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
 # Tokens per row that a decoder emits in one turn. With short turns, a slow second of the machine

@@ -8,7 +8,6 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from decode.measure.time_passes import seconds_by_turns, weight_bytes, weight_count
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import few_rows, few_rows_layers, lean_forward, lean_layer, lean_parts
 from decode.model.forward.huge_pages import has_huge_pages
@@ -19,6 +18,7 @@ from decode.model.forward.prepare_model import (
 )
 from decode.model.forward.quantised_rows import NAMES
 from decode.model.loading import DTYPES
+from train.measure.time_passes import seconds_by_turns, weight_bytes, weight_count
 
 GIB = 2**30
 # Bytes that are read to measure the memory: far more than caches hold.
