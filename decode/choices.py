@@ -25,7 +25,7 @@ from decode.verdict import Scores
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenText:
     """The text that was drawn, its place among the choices, and the law: float64 [C], the
     probability of each choice."""
 
@@ -41,7 +41,7 @@ def choose(
     *,
     sampling: Sampling = Sampling(1.0),  # noqa: B008  (frozen)
     seed: int = 0,
-) -> list[Choice]:
+) -> list[ChosenText]:
     """One of these texts as the answer to each prompt (token ids), drawn with p(text) ∝ the product
     of the probabilities of its tokens and of an end after them, as the target's tokenizer cuts it.
 
@@ -66,7 +66,7 @@ def choose(
         probs = scores.softmax(0)
         uniform = CounterRNG(seed, torch.tensor([row])).of_text(torch.zeros(1, 1).long())[0, 0]
         index = int(probs.argmax() if sampling.greedy else draw(probs, uniform))
-        found.append(Choice(texts[index], index, probs.numpy()))
+        found.append(ChosenText(texts[index], index, probs.numpy()))
     return found
 
 

@@ -20,7 +20,7 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from tests.stages import make_stage, plan_stage, run_stage
 from tests.tiny import tiny_target
-from train.base.stage import Outcome, StageInputs
+from train.base.stage import StageInputs, StageResult
 from train.data.corpus import read_answers
 
 NEW = 12
@@ -164,7 +164,7 @@ def token_logprobs(target: Target, prompt: list[int], tokens: list[int], k: int)
 
 def answer_with(
     context: StageInputs, url: Any, name: str = "answers", settings: Any = None, **server: Any
-) -> Outcome:
+) -> StageResult:
     server = SERVER | {"url": url} | server
     stage = make_stage("generate", name, **(SETTINGS | (settings or {})), server=server)
     plan_stage(context, stage)

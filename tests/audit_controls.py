@@ -38,7 +38,7 @@ from decode.settings import DecodeSettings
 from decode.stop_strings import AnswerText, StopStrings
 from decode.verdict import Decision, Scores
 from draftsmith.auditing.entry import AuditOptions, audit
-from draftsmith.auditing.findings import Audit, Finding, Verdict
+from draftsmith.auditing.findings import Audit, Finding, Judgement
 from draftsmith.auditing.report import written_p
 from draftsmith.auditing.texts import ROUNDINGS
 from draftsmith.auditing.tiny import tiny_model as calm_model
@@ -325,7 +325,7 @@ HALF_HONEST = ServedControl("honest in bfloat16", **HALF)
 
 
 def found_by(audited: Audit) -> list[Finding]:
-    return [finding for finding in audited.findings if finding.verdict is Verdict.WRONG]
+    return [finding for finding in audited.findings if finding.verdict is Judgement.WRONG]
 
 
 # Servers without an error, each audited with other random numbers.
@@ -370,7 +370,7 @@ def main() -> None:
 
 
 def _print_honest(name: str, audits: Sequence[Audit]) -> None:
-    passed = [found.verdict is Verdict.EQUAL for found in audits]
+    passed = [found.verdict is Judgement.EQUAL for found in audits]
     tests = [x for found in audits for x in found.findings if x.p is not None]
     least = min(tests, key=lambda finding: finding.p or 0.0)
     print(

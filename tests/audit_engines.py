@@ -28,7 +28,7 @@ from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter, save_drafter
 from draftsmith.auditing.entry import audit
 from draftsmith.auditing.exact import TINY_VOCABULARY, random_prompts
-from draftsmith.auditing.findings import Audit, Verdict
+from draftsmith.auditing.findings import Audit, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.report import written_p
 from draftsmith.auditing.tiny import NOISE, tiny_model, tiny_tokenizer, write_gguf_file, write_tiny
@@ -299,7 +299,7 @@ def version(engine: Engine) -> str:
 
 def row(engine: Engine, found: Audit, seconds: Sequence[float]) -> str:
     """A row of the table."""
-    wrong = [f"{x.group} {x.name}" for x in found.findings if x.verdict is not Verdict.EQUAL]
+    wrong = [f"{x.group} {x.name}" for x in found.findings if x.verdict is not Judgement.EQUAL]
     tests = [x for x in found.findings if x.p is not None]
     least = [
         min((x for x in tests if x.group == group), key=lambda x: x.p or 0.0, default=None)
@@ -336,7 +336,7 @@ def main() -> None:
                 print(engine.name, engine.drafts, f"did not run: {error}", sep=" | ", flush=True)
                 continue
             print(row(engine, found, (ready, found.subject["seconds"])), flush=True)
-            details = [x for x in found.findings if x.verdict is not Verdict.EQUAL]
+            details = [x for x in found.findings if x.verdict is not Judgement.EQUAL]
             for finding in details:
                 print("   ", finding.group, finding.name, finding.detail[:300], finding.p)
 

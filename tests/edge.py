@@ -18,7 +18,7 @@ from draftsmith.edge.server import VerifyServer
 from draftsmith.edge.sessions import SessionBounds
 from draftsmith.edge.verifier import Verifier
 from draftsmith.net.access import Guard
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.listen import bind
 from tests.tiny import near_drafter, tiny_target
 
@@ -51,7 +51,7 @@ def serving(
     served: Target | None = None,
     key: str | None = None,
     port: int = 0,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     **bounds: Any,
 ) -> Iterator[Serving]:
     """Raises at its end what the server ended of."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from decode.base.strict import kinds_of
 from decode.model.loading import Target
 from tests.training import Killed, Lines
-from train.base.stage import Outcome, StageInputs, StagePlan
+from train.base.stage import StageInputs, StagePlan, StageResult
 from train.data.corpus import Corpus
 from train.data.read import Example
 from train.data.text_files import Texts
@@ -73,7 +73,7 @@ def plan_stage(context: StageInputs, stage: Any, **plans: StagePlan) -> StagePla
     return STAGES[stage.kind](stage, context).plan(plans)
 
 
-def run_stage(context: StageInputs, stage: Any) -> Outcome:
+def run_stage(context: StageInputs, stage: Any) -> StageResult:
     """Run it in a directory of its own, where later stages find it."""
     directory = context.directory / stage.name
     directory.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def run_stage(context: StageInputs, stage: Any) -> Outcome:
     return outcome
 
 
-def drafter_weights(outcome: Outcome) -> dict[str, torch.Tensor]:
+def drafter_weights(outcome: StageResult) -> dict[str, torch.Tensor]:
     """All files of weights of a drafter, whole and reduced layers alike."""
     assert outcome.drafter is not None
     return {
@@ -107,7 +107,7 @@ def kill_at_step(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 def run_killed(
     context: StageInputs, stage: Any, monkeypatch: pytest.MonkeyPatch, count: int
-) -> Outcome:
+) -> StageResult:
     """What a stage ends with that died before the optimizer step of this number and was begun
     again."""
     with monkeypatch.context() as patch:

@@ -23,8 +23,8 @@ from draftsmith.edge import server as edge_server
 from draftsmith.edge.protocol import VERSION, encode
 from draftsmith.learn.record import proxy
 from draftsmith.net.access import Guard, Paths
-from draftsmith.net.body import Memory
-from draftsmith.net.limits import Limits
+from draftsmith.net.body import BodyMemory
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.listen import bind
 from draftsmith.net.page import FILES
 from draftsmith.serve import api
@@ -38,7 +38,7 @@ from tests.service import until
 KEY = "secret"
 # A hundredth of the usual ones, in room. No test waits for these seconds: who is locked out stays
 # so until its own ANSWER_SECONDS are over.
-LIMITS = Limits(
+LIMITS = ServerLimits(
     connections=10,
     client_connections=6,
     header_seconds=300.0,
@@ -98,7 +98,7 @@ GET_HEALTH = head("GET", "/health", "Connection: close")
 
 
 @contextlib.contextmanager
-def serve_server(limits: Limits) -> Iterator[Server]:
+def serve_server(limits: ServerLimits) -> Iterator[Server]:
     target: Target = service.target()
     options = {"guard": Guard(key=KEY, admin_key="admin"), "limits": limits}
     with service.serving(target, options=options) as running:
@@ -114,7 +114,7 @@ def serve_server(limits: Limits) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def record_server(limits: Limits, directory: Path) -> Iterator[Server]:
+def record_server(limits: ServerLimits, directory: Path) -> Iterator[Server]:
     engine = upstream.FakeEngine()
     with (
         upstream.served(engine.app()) as url,
@@ -127,7 +127,7 @@ def record_server(limits: Limits, directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def watch_run(limits: Limits, directory: Path) -> Iterator[Server]:
+def watch_run(limits: ServerLimits, directory: Path) -> Iterator[Server]:
     (directory / "logs").mkdir(parents=True)
     settings = {"name": "trial", "target": {"model": "tiny"}, "stages": []}
     (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -148,7 +148,7 @@ def watch_run(limits: Limits, directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def verify_server(limits: Limits) -> Iterator[Server]:
+def verify_server(limits: ServerLimits) -> Iterator[Server]:
     bounds = {"max_sessions": 5, "max_client_sessions": 3}
     with edge.serving(key=KEY, limits=limits, **bounds) as running:
         server = Server(running.port, edge_server.PATHS, ["/"], "/", lambda: None)
@@ -190,7 +190,9 @@ def only(*names: str, fixture: str = "server") -> Any:
     return pytest.mark.parametrize(fixture, names, indirect=True, scope="module")
 
 
-def started(request: Any, factory: Any, limits: Limits) -> contextlib.AbstractContextManager[Any]:
+def started(
+    request: Any, factory: Any, limits: ServerLimits
+) -> contextlib.AbstractContextManager[Any]:
     directory = factory.mktemp("server") / "new"
     made: dict[str, Callable[[], Any]] = {
         "serve": lambda: serve_server(limits),
@@ -454,8 +456,8 @@ def test_a_client_that_never_reads_is_cut() -> None:
 
 
 def test_a_full_memory_takes_the_oldest_unfinished_body(tmp_path: Path, monkeypatch: Any) -> None:
-    memory = Memory(LIMITS)
-    monkeypatch.setattr(proxy, "Memory", lambda limits: memory)
+    memory = BodyMemory(LIMITS)
+    monkeypatch.setattr(proxy, "BodyMemory", lambda limits: memory)
     with (
         upstream.served(upstream.FakeEngine().app()) as url,
         upstream.recorded(url, tmp_path, limits=LIMITS) as client,

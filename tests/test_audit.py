@@ -16,7 +16,7 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import Audit, AuditOptions
-from draftsmith.auditing.findings import Verdict
+from draftsmith.auditing.findings import Judgement
 from draftsmith.auditing.questions import Questions
 from draftsmith.cli.main import app
 from tests.answer_server import AnswerEngine
@@ -34,7 +34,7 @@ def server() -> Iterator[Running]:
         yield running
 
 
-def names(found: Audit, verdict: Verdict) -> set[str]:
+def names(found: Audit, verdict: Judgement) -> set[str]:
     return {f"{x.group} {x.name}" for x in found.findings if x.verdict is verdict}
 
 
@@ -87,7 +87,7 @@ def test_servers_with_an_error_are_found(name: str, texts: int, finds: str) -> N
     control = next(control for control in CONTROLS if control.name == name)
     found = control.audit(texts, broken=True)
     assert found.exit_status == 1
-    assert finds in names(found, Verdict.WRONG)
+    assert finds in names(found, Judgement.WRONG)
 
 
 def test_a_server_is_judged_beside_its_baseline(server: Running) -> None:
@@ -105,7 +105,7 @@ def test_another_model_is_not_judged(server: Running) -> None:
     other = tiny_target(seed=1)
     found = draftsmith.audit(server.url, other, PROMPTS[:2], AuditOptions(sampling=Sampling()))
     assert found.exit_status == 2
-    assert names(found, Verdict.UNJUDGED) == {"greedy weights"}
+    assert names(found, Judgement.UNJUDGED) == {"greedy weights"}
 
 
 def hide_ids(reply: dict[str, Any], number: int) -> None:
@@ -156,7 +156,7 @@ def test_one_odd_answer_costs_that_answer_only(
     ends = [x.detail for x in found.findings if x.name == "ends and usage"]
     assert len(ends) == 2
     assert all("cannot be judged and are left out" in detail for detail in ends)
-    assert "greedy tokens" in names(found, Verdict.EQUAL)
+    assert "greedy tokens" in names(found, Judgement.EQUAL)
 
 
 @pytest.mark.parametrize("status", [500, 503, None])
@@ -174,7 +174,7 @@ def test_a_prompt_that_is_never_answered_costs_its_answers_only(status: int | No
             ["4"],
         ]
         assert all("did not answer in 1 attempts" in detail for detail in ends)
-        assert "greedy tokens" in names(found, Verdict.EQUAL)
+        assert "greedy tokens" in names(found, Judgement.EQUAL)
         engine.never = list(map(list, PROMPTS))
         with pytest.raises(UserError, match="did not answer in 1 attempts"):
             draftsmith.audit(url, TARGET, PROMPTS[:4], options, **limits)
@@ -210,7 +210,7 @@ def test_usage_that_does_not_fit_is_wrong() -> None:
     with served(AnswerEngine(change=change).app()) as url:
         greedy = AuditOptions(sampling=Sampling(), max_new_tokens=8)
         found = draftsmith.audit(url, TARGET, PROMPTS[:2], greedy)
-    assert "greedy ends and usage" in names(found, Verdict.WRONG)
+    assert "greedy ends and usage" in names(found, Judgement.WRONG)
 
 
 def accepted_as_certain(reply: dict[str, Any], number: int) -> None:
@@ -237,7 +237,7 @@ def test_log_probabilities_of_llama_server_are_judged(
     with served(AnswerEngine(change=change).app()) as url:
         options = AuditOptions(sampling=Sampling(), max_new_tokens=8)
         found = draftsmith.audit(url, TARGET, PROMPTS[:3], options, protocol="llama-server")
-    wrong = names(found, Verdict.WRONG)
+    wrong = names(found, Judgement.WRONG)
     assert wrong == ({"greedy log-probabilities"} if said == "wrong" else set())
     assert said == "wrong" or any(said in x.detail for x in found.findings)
 

@@ -22,7 +22,7 @@ from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from tests.audit_controls import PROMPTS
 from tests.mutants import StaleCache
@@ -134,7 +134,7 @@ def test_each_fault_of_the_contract_is_named(fault: str, protocol: Any) -> None:
     findings = found_in(Letters(fault), protocol)
     assert len(findings) == 5
     named = {fault.partition(":")[0]} - {""}
-    assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == named
+    assert {x.name for x in findings if x.verdict is not Judgement.EQUAL} == named
 
 
 def poison(body: dict[str, Any]) -> bool:
@@ -157,7 +157,7 @@ def test_what_is_never_answered_costs_its_own_comparison_only(
 ) -> None:
     findings = found_in(Letters("", never, status))
     assert {"tokenizer", "streams", "stop strings", "seeds"} <= {x.name for x in findings}
-    assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == unjudged
+    assert {x.name for x in findings if x.verdict is not Judgement.EQUAL} == unjudged
     lost = {x.name: re.findall(r"(\d+) cannot be judged and are left", x.detail) for x in findings}
     assert {name: int(count[0]) for name, count in lost.items() if count} == said
 
@@ -171,8 +171,8 @@ def test_what_was_compared_before_a_server_is_lost_is_kept() -> None:
 
     findings = found_in(Letters("streams", never))
     verdicts = {x.name: x.verdict for x in findings}
-    assert verdicts["streams"] is Verdict.WRONG
-    assert verdicts["asked"] is Verdict.UNJUDGED
+    assert verdicts["streams"] is Judgement.WRONG
+    assert verdicts["asked"] is Judgement.UNJUDGED
 
 
 def test_half_a_character_costs_its_own_comparisons_only() -> None:
@@ -180,7 +180,7 @@ def test_half_a_character_costs_its_own_comparisons_only() -> None:
     named = {x.name: x for x in found_in(Letters("half a character"))}
     assert set(named) == {"tokenizer", "streams", "stop strings", "seeds", "chat template"}
     assert "cannot be written" in named["stop strings"].detail
-    assert named["streams"].verdict is named["seeds"].verdict is Verdict.EQUAL
+    assert named["streams"].verdict is named["seeds"].verdict is Judgement.EQUAL
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{{ 1 / 0 }}"])
@@ -188,7 +188,7 @@ def test_a_template_that_refuses_a_message_costs_its_own_question_only(template:
     tokenizer = copy.deepcopy(TARGET.tokenizer)
     tokenizer.chat_template = template
     findings = found_in(Letters(), target=dataclasses.replace(TARGET, tokenizer=tokenizer))
-    assert [x.name for x in findings if x.verdict is not Verdict.EQUAL] == ["asked"]
+    assert [x.name for x in findings if x.verdict is not Judgement.EQUAL] == ["asked"]
     assert "the chat template refuses these messages" in findings[-1].detail
 
 
@@ -210,6 +210,6 @@ def test_acceptance_is_that_of_our_own_loop(kind: type[SmallLMDrafter], right: b
         own = SmallLMDrafter(TARGET.model)
         found = draftsmith.audit(running.url, TARGET, PROMPTS, options, drafter=own, gamma=3)
     acceptance = next(x for x in found.findings if x.group == "drafts")
-    assert acceptance.verdict is (Verdict.EQUAL if right else Verdict.WRONG), acceptance
+    assert acceptance.verdict is (Judgement.EQUAL if right else Judgement.WRONG), acceptance
     others = {x.verdict for x in found.findings if x is not acceptance}
-    assert others == {Verdict.EQUAL}, found
+    assert others == {Judgement.EQUAL}, found

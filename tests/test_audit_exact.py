@@ -16,7 +16,7 @@ from decode.opening.directory import open_drafter
 from decode.rules import Rule
 from decode.rules.speculative import SpeculativeSampling
 from draftsmith.auditing import exact
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.texts import EngineText
 from draftsmith.auditing.tiny import NOISE, tiny_model, write_tiny
@@ -94,7 +94,7 @@ def test_the_residual_of_the_wrong_row_is_found(
     texts = [decoder.decode([prompt] * 2048, tokens).outputs for prompt in prompts]
     laws = exact.exact_laws(target, prompts, PLAIN, tokens)
     found = findings([[tuple(text) for text in of_prompt] for of_prompt in texts], laws)
-    wrong = {finding.name for finding in found if finding.verdict is Verdict.WRONG}
+    wrong = {finding.name for finding in found if finding.verdict is Judgement.WRONG}
     assert not wrong if right else "the first 4 tokens together" in wrong
     assert max(finding.p for finding in found if finding.p is not None) > 0
 

@@ -22,7 +22,7 @@ from draftsmith.auditing.asking import _Ids, _LlamaIds
 from draftsmith.auditing.contract import Said
 from draftsmith.auditing.drafts import acceptance_finding
 from draftsmith.auditing.entry import server_root
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.questions import Questions
 from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, rounding_scale
@@ -69,9 +69,9 @@ def within_rounding(logits: np.ndarray, rng: np.random.Generator) -> Any:
 def test_the_number_of_tokens_within_rounding_is_tested() -> None:
     for seed in range(20):
         found = greedy_findings(texts_of(rounded, seed), 1e-3)
-        assert {x.verdict for x in found} == {Verdict.EQUAL}, found
+        assert {x.verdict for x in found} == {Judgement.EQUAL}, found
     found = greedy_findings(texts_of(within_rounding, 0), 1e-3)
-    assert [x.name for x in found if x.verdict is Verdict.WRONG] == ["rounding"]
+    assert [x.name for x in found if x.verdict is Judgement.WRONG] == ["rounding"]
 
 
 def test_log_probabilities_show_a_larger_rounding() -> None:
@@ -115,9 +115,9 @@ def test_each_text_is_compared_with_its_own_baseline() -> None:
     baseline[0].gap[3] = 10.0
     for seed in range(1, 21):
         found = greedy_findings(texts_of(engine, seed, weights=other), 1e-3, baseline)
-        assert {x.verdict for x in found} == {Verdict.EQUAL}, found
+        assert {x.verdict for x in found} == {Judgement.EQUAL}, found
     found = greedy_findings(texts_of(lossy, 1, weights=other), 1e-3, baseline)
-    assert [x.name for x in found if x.verdict is Verdict.WRONG] == ["tokens beside the baseline"]
+    assert [x.name for x in found if x.verdict is Judgement.WRONG] == ["tokens beside the baseline"]
 
 
 def test_tails_of_signs_and_of_counts() -> None:
@@ -135,7 +135,7 @@ def test_tails_of_signs_and_of_counts() -> None:
 def test_lossy_acceptance_in_bfloat16_is_found() -> None:
     control = next(control for control in CONTROLS if control.half)
     found = control.audit(0, broken=True)
-    assert [x.name for x in found.findings if x.verdict is Verdict.WRONG] == ["rounding"]
+    assert [x.name for x in found.findings if x.verdict is Judgement.WRONG] == ["rounding"]
 
 
 # What cannot be judged, and what is refused
@@ -160,10 +160,10 @@ def test_an_answer_that_cannot_be_judged_costs_itself_only(
         found = draftsmith.audit(f"{url}/v1/", TARGET, PROMPTS[:3], options)
     by_name = {f"{x.group} {x.name}": x for x in found.findings}
     ends = by_name["greedy ends and usage"]
-    assert ends.verdict is Verdict.EQUAL
+    assert ends.verdict is Judgement.EQUAL
     assert ends.detail.startswith("2 answers end as they say; 1 cannot be judged")
     assert by_name["contract asked"].detail == "no streams here"
-    assert by_name["sampled ends and usage"].verdict is Verdict.EQUAL
+    assert by_name["sampled ends and usage"].verdict is Judgement.EQUAL
     assert found.subject["url"] == url
 
 
@@ -212,7 +212,7 @@ def test_no_rounding_at_all_is_judged_too() -> None:
     with served(AnswerEngine().app()) as url:
         found = draftsmith.audit(url, TARGET, PROMPTS[:3], options)
     greedy = [x for x in found.findings if x.group == "greedy"]
-    assert {x.verdict for x in greedy} == {Verdict.EQUAL}, greedy
+    assert {x.verdict for x in greedy} == {Judgement.EQUAL}, greedy
     assert "nan" not in str(greedy)
 
 
@@ -258,7 +258,7 @@ def test_the_parts_share_the_level() -> None:
 def test_few_draft_tokens_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     own = OwnLoop(TARGET, SmallLMDrafter(TARGET.model), PROMPTS[:1], 3, 8)
 
-    def verdict(times: int, accepted: int = 6, drafted: int = 24) -> Verdict:
+    def verdict(times: int, accepted: int = 6, drafted: int = 24) -> Judgement:
         monkeypatch.setattr(
             "draftsmith.auditing.drafts.count_drafts", lambda *_: (24 * times, 12 * times)
         )
@@ -267,8 +267,8 @@ def test_few_draft_tokens_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
             "greedy", counts, "vllm", own, Sampling(), level=1e-3, parting=0.0
         ).verdict
 
-    assert verdict(1) is verdict(1, 0, 0) is Verdict.UNJUDGED
-    assert verdict(100) is verdict(100, 0, 0) is Verdict.WRONG
+    assert verdict(1) is verdict(1, 0, 0) is Judgement.UNJUDGED
+    assert verdict(100) is verdict(100, 0, 0) is Judgement.WRONG
 
 
 def test_chance_exceeds_what_is_allowed_as_rarely_as_stated() -> None:
@@ -289,9 +289,9 @@ def test_chance_exceeds_what_is_allowed_as_rarely_as_stated() -> None:
 
 def test_nothing_that_a_server_says_ends_a_report(tmp_path: Path) -> None:
     said = "[/INST] [bold red \x1b[31m \x00 \u2028 \x85 \ud800 \ufffe </table> ]]>"
-    finding = Finding("contract", f"template {said}", Verdict.WRONG, said, 0.5, said)
+    finding = Finding("contract", f"template {said}", Judgement.WRONG, said, 0.5, said)
     subject = {"url": "http://[::1]:8", "target": said, "seconds": 1.0}
-    found = Audit(subject, [finding, Finding("greedy", "x", Verdict.EQUAL, said)])
+    found = Audit(subject, [finding, Finding("greedy", "x", Judgement.EQUAL, said)])
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report.terminal_table(found))
     assert "[/INST] [bold red \\x1b[31m" in console.export_text()

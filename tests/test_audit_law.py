@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 from decode.draw.sampling import Sampling
 from draftsmith.auditing import tails
 from draftsmith.auditing.beside import beside_findings
-from draftsmith.auditing.findings import Verdict
+from draftsmith.auditing.findings import Judgement
 from draftsmith.auditing.sampled import sampled_findings
 from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, proposed
 
@@ -120,13 +120,13 @@ SAMPLINGS = (
 def test_honest_draws_pass(seed: int) -> None:
     sampling = SAMPLINGS[seed % len(SAMPLINGS)]
     findings = sampled_findings(judged(honest(sampling), sampling, seed), level=1e-3)
-    assert {finding.verdict for finding in findings} == {Verdict.EQUAL}, findings
+    assert {finding.verdict for finding in findings} == {Judgement.EQUAL}, findings
 
 
 def wrong(draw: Drawing, sampling: Sampling, texts: int = TEXTS) -> set[str]:
     """The names of the tests that find an error."""
     findings = sampled_findings(judged(draw, sampling, 0, texts), level=1e-3)
-    return {finding.name for finding in findings if finding.verdict is Verdict.WRONG}
+    return {finding.name for finding in findings if finding.verdict is Judgement.WRONG}
 
 
 def accepts_lookups(logits: np.ndarray, text: Sequence[int], rng: np.random.Generator) -> int:
@@ -212,9 +212,9 @@ def test_beside_a_baseline_only_what_drafts_change_is_found() -> None:
 
     baseline = judged(theirs, asked, 1)
     same = beside_findings(judged(theirs, asked, 2), baseline, level=1e-3)
-    assert {finding.verdict for finding in same} == {Verdict.EQUAL}, same
+    assert {finding.verdict for finding in same} == {Judgement.EQUAL}, same
     found = beside_findings(judged(with_lookups, asked, 2), baseline, level=1e-3)
-    wrong = {finding.name for finding in found if finding.verdict is Verdict.WRONG}
+    wrong = {finding.name for finding in found if finding.verdict is Judgement.WRONG}
     assert "beside the baseline: the token that continues a repeated n-gram" in wrong
 
 

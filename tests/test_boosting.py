@@ -31,7 +31,7 @@ from tests.tiny import VOCAB, tiny_llama, tiny_target
 from train.data.chat_tokens import Sample
 from train.data.read import Example
 from train.loop import boosting
-from train.loop.boosting import Reading, TokenWeights, guesses
+from train.loop.boosting import ReadingSettings, TokenWeights, guesses
 from train.measure.ranks import Ranks
 from train.settings.training import BoostConfig
 
@@ -91,7 +91,7 @@ def test_weights_are_those_of_guesses_one_by_one(context: Any) -> None:
     assert any((a ^ b).any() for a, b in zip(one, two, strict=True))
 
     config = BoostConfig(missed_by=["first", "second"], hit_weight=0.25)
-    reading = Reading(torch.device("cpu"), VOCAB, tokens_per_batch=70, chunk=7)
+    reading = ReadingSettings(torch.device("cpu"), VOCAB, tokens_per_batch=70, chunk=7)
     # Of two ranks, each reads a share, and both get the whole.
     shares = [guesses(paths, samples, reading, Share(rank, 2)) for rank in (0, 1)]
     found = guesses(paths, samples, reading)

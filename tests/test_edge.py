@@ -31,7 +31,7 @@ from draftsmith.edge.protocol import (
     encode,
     hash_ids,
 )
-from draftsmith.edge.server import Line
+from draftsmith.edge.server import LinkedEdge
 from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
 from tests.relay import Relay
 from tests.tiny import near_drafter, save_tiny
@@ -109,7 +109,7 @@ def test_messages_go_out_at_once() -> None:
     with serving() as server, edge(server.url) as client:
         client.decode(PROMPTS[:1], 2)
         (session,) = server.verifier._sessions
-        assert isinstance(session.connection, Line)
+        assert isinstance(session.connection, LinkedEdge)
         socket_of_server = session.connection.socket.transport.get_extra_info("socket")
         line = client._lm.link.connection
         assert line is not None

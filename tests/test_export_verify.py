@@ -17,7 +17,7 @@ from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.verify_export import ExportVerification, engine_for, verify_export
 from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
@@ -103,14 +103,14 @@ def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
 @pytest.mark.parametrize(
     ("verdict", "theirs", "failures"),
     [
-        (Verdict.EQUAL, (1000, 500), 0),
-        (Verdict.WRONG, (1000, 100), 1),
-        (Verdict.UNJUDGED, (10, 5), 1),
-        (Verdict.WRONG, None, 2),
+        (Judgement.EQUAL, (1000, 500), 0),
+        (Judgement.WRONG, (1000, 100), 1),
+        (Judgement.UNJUDGED, (10, 5), 1),
+        (Judgement.WRONG, None, 2),
     ],
 )
 def test_what_is_not_equal_is_a_failure(
-    verdict: Verdict, theirs: tuple[int, int] | None, failures: int
+    verdict: Judgement, theirs: tuple[int, int] | None, failures: int
 ) -> None:
     """One that accepts less than our loop has a cause that can be named."""
     names = ("drafted", "accepted", "our_drafted", "our_accepted")

@@ -18,7 +18,7 @@ from draftsmith.cli.audit import AuditDrawing
 from draftsmith.cli.command import CallerOptions, Drawing, Loading
 from draftsmith.cli.main import COMMANDS, app
 from draftsmith.cli.short_help import with_short_help
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.serve.batching.requests import RequestBounds
 from tests.tiny import save_tiny, tiny_llama
 
@@ -112,7 +112,7 @@ def test_the_commands_have_few_options() -> None:
 
 def test_settings_of_one_topic_are_one_option() -> None:
     limits, others = CallerOptions(limits="connections=9,max_wait=2").bounds(
-        Limits(), RequestBounds
+        ServerLimits(), RequestBounds
     )
     assert (limits.connections, others) == (9, {"max_wait": 2})
     drawing = AuditDrawing(filters="top_k=4,presence_penalty=0.5")
@@ -128,8 +128,8 @@ def test_settings_of_one_topic_are_one_option() -> None:
         (lambda: Drawing(filters="top_k=4.5").sampling, "4.5; expected a whole number"),
         (lambda: Drawing(filters="top_p").sampling, "'top_p' in"),
         (lambda: Drawing(filters="presence_penalty=1").sampling, "presence_penalty; expected"),
-        (lambda: CallerOptions(limits="max_rows=4").bounds(Limits()), "max_rows; expected"),
-        (lambda: CallerOptions(limits="connections=no").bounds(Limits()), "'no'; expected"),
+        (lambda: CallerOptions(limits="max_rows=4").bounds(ServerLimits()), "max_rows; expected"),
+        (lambda: CallerOptions(limits="connections=no").bounds(ServerLimits()), "'no'; expected"),
         (lambda: Loading(target="t", device_map="auto:memory={}").placement, "expected NAME"),
     ],
 )

@@ -53,7 +53,7 @@ from train.base.stage import StageInputs
 from train.data.chat_tokens import prompt_tokens
 from train.loop.optimizer import make_optimizer
 from train.loop.trained_backbone import TrainedBackbone
-from train.loop.trainer import Clock
+from train.loop.trainer import TrainingClock
 from train.measure import evaluation as measure
 from train.report.report_files import render_page
 from train.report.report_summary import footnotes, headline
@@ -88,7 +88,7 @@ def context(tmp_path: Path) -> StageInputs:
 
 
 def trained_backbone(config: BackboneConfig, context: StageInputs) -> TrainedBackbone:
-    clock = Clock(torch.device("cpu"))
+    clock = TrainingClock(torch.device("cpu"))
     return TrainedBackbone(config, context.target, context.corpus, clock, stage="two")
 
 

@@ -14,7 +14,7 @@ from distill.teacher.cached_features import CachedFeatures
 from distill.teacher.feature_sources import LiveFeatures
 from tests.stages import make_stage, plan_stage, run_stage
 from tests.training import Killed, before_call
-from train.base.stage import Outcome, StageInputs
+from train.base.stage import StageInputs, StageResult
 from train.data.corpus import read_answers
 from train.stages import generate
 
@@ -43,7 +43,9 @@ def answer(context: StageInputs, *later: Any, name: str = "answers", **settings:
     run_stage(replace(context, later=later), stage)
 
 
-def cached(context: StageInputs, stage: Any) -> tuple[Outcome, dict[str, dict[int, torch.Tensor]]]:
+def cached(
+    context: StageInputs, stage: Any
+) -> tuple[StageResult, dict[str, dict[int, torch.Tensor]]]:
     """A cache stage's outcome, and the states of each sample by layer."""
     outcome = run_stage(context, stage)
     cache = CachedFeatures(context.earlier["cache"], context.target, stage.captured_layers)

@@ -35,7 +35,7 @@ from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.learn import cycle
 from draftsmith.learn.cycle import TenantLearner, require_ready
 from draftsmith.learn.learn_config import EngineConfig, read_learn_config
-from draftsmith.learn.learn_state import BestVersion, CycleOutcome, LearnState, RateWindow
+from draftsmith.learn.learn_state import BestSoFar, CycleOutcome, LearnState, RateWindow
 from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
@@ -440,7 +440,7 @@ def test_the_best_version_is_what_a_drop_is_measured_against() -> None:
         state.serving, state.window = version, RateWindow()
         for drafted in (0, 100):
             state.read(DraftCounts(drafted, accepted * drafted / 100), 100)
-    assert state.best == BestVersion(version=1, rate=0.53)
+    assert state.best == BestSoFar(version=1, rate=0.53)
     assert state.drop == pytest.approx(0.06)
     assert LearnState.model_validate_json(state.model_dump_json()) == state
 

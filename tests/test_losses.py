@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from distill.chunked_loss import LossSum, chunked_loss
-from distill.losses import LOSSES, Loss, Rows, WeightedLoss
+from distill.losses import LOSSES, Loss, LossRows, WeightedLoss
 from distill.teacher.teacher_signal import Signal, TeacherLogits, TopK
 
 DIVERGENCES = [
@@ -185,16 +185,16 @@ def test_bfloat16_logits_stay_within_one_per_cent_at_a_large_vocabulary(name: st
 def test_a_loss_with_only_a_definition_works_all_the_same():
     @dataclass(frozen=True)
     class Chi2(Loss):
-        def value(self, rows: Rows) -> Tensor:
+        def value(self, rows: LossRows) -> Tensor:
             p, q = rows.log_p.exp(), rows.log_q.exp()
             return ((p - q) ** 2 / q).sum(-1)
 
     student = torch.randn(5, 11).double().requires_grad_()
     log_p = torch.randn(5, 11).double().log_softmax(-1)
     labels = torch.zeros(5, dtype=torch.int64)
-    expected = Chi2().value(Rows(student.log_softmax(-1), log_p, labels))
+    expected = Chi2().value(LossRows(student.log_softmax(-1), log_p, labels))
     expected.sum().backward()
-    found, gradient = Chi2().fused(Rows(student.detach().log_softmax(-1), log_p, labels))
+    found, gradient = Chi2().fused(LossRows(student.detach().log_softmax(-1), log_p, labels))
     torch.testing.assert_close(found, expected.detach())
     torch.testing.assert_close(gradient, student.grad)
 

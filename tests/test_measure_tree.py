@@ -19,7 +19,7 @@ from decode.shapes.sequoia import plan_tree
 from decode.shapes.structure import Structure
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_trees import nearly
-from train.measure.tree_acceptance import Acceptance, measure_acceptance, probe
+from train.measure.tree_acceptance import TreeAcceptance, measure_acceptance, probe
 
 Path = tuple[int, ...]
 
@@ -129,7 +129,7 @@ def test_costs_decide_on_size_and_depth() -> None:
 # --- measurement ----------------------------------------------------------------------------------
 
 
-def counted(family: str, tree: Structure, lm: Any, eos: tuple[int, ...]) -> Acceptance:
+def counted(family: str, tree: Structure, lm: Any, eos: tuple[int, ...]) -> TreeAcceptance:
     """Along the target's own answers, each candidate by a plain forward over its path."""
     hits = np.zeros((tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
     reached = hits.copy()
@@ -153,7 +153,7 @@ def counted(family: str, tree: Structure, lm: Any, eos: tuple[int, ...]) -> Acce
                 hits[depth, rank] += 1
                 path = (*path, rank)
             said += len(path) + 1
-    return Acceptance(hits, reached)
+    return TreeAcceptance(hits, reached)
 
 
 @pytest.mark.parametrize("tree", [probe(3, 3), Structure([[0], [1], [0, 2], [1, 0], [1, 1]])])

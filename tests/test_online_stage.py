@@ -38,7 +38,7 @@ from tests.training import (
     scramble,
     two_ranks,
 )
-from train.base.stage import Outcome, StageInputs
+from train.base.stage import StageInputs, StageResult
 from train.data.corpus import Corpus
 from train.loop.checkpoint import Stopped
 from train.online import stream_progress
@@ -77,7 +77,7 @@ def context(tmp_path: Path, target: Target) -> StageInputs:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Outcome:
+def whole(tmp_path_factory: pytest.TempPathFactory, target: Target) -> StageResult:
     """What the stage ends with that nothing interrupts. Its drafter's directory is only read."""
     context = with_stream(stage_context(tmp_path_factory.mktemp("whole"), target))
     return run_stage(context, online_stage("whole"))

@@ -27,7 +27,7 @@ from draftsmith.learn.record.records import DAY, Records, Retention, make_record
 from draftsmith.learn.record.redaction import passes_luhn, redact
 from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.events import event, read_events
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from tests.service import until
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served
 from train.data.read import read_examples
@@ -139,7 +139,7 @@ class Dying(BaseHTTPRequestHandler):
 
 def test_requests_that_no_engine_should_get(tmp_path: Path) -> None:
     engine = FakeEngine()
-    limits = Limits(body_bytes=1000)
+    limits = ServerLimits(body_bytes=1000)
     with served(engine.app()) as url, recorded(url, tmp_path, limits=limits) as client:
         address = ("127.0.0.1", client.base_url.port)
 

@@ -25,7 +25,7 @@ from decode.shapes import SHAPES
 from draftsmith.cli.main import app
 from draftsmith.edge.remote_target import RemoteLM
 from tests.tiny import as_target, finish, save_tiny, tiny_model, tiny_target
-from train.measure.calibrate_layers import Answers, LayerCosts, calibrate_layers
+from train.measure.calibrate_layers import LayerCosts, ReadAnswers, calibrate_layers
 
 LAYERS = 4
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
@@ -195,7 +195,7 @@ def test_acceptance_is_that_of_drafts(sampling: Sampling) -> None:
     lm, depth = CachedLM(model()), 3
     outputs = Decoder(lm, DRAFTERS["none"](), sampling=sampling).decode(PROMPTS, 10).outputs
     with torch.inference_mode():
-        answers = Answers(lm, PROMPTS, outputs, depth=depth, sampling=sampling)
+        answers = ReadAnswers(lm, PROMPTS, outputs, depth=depth, sampling=sampling)
         found = [answers.acceptance(skipped) for skipped in (SOME, Sublayers(), SOME)]
     assert (found[0] == found[2]).all()
     assert found[1] == pytest.approx([1.0] * depth, abs=1e-4)

@@ -29,7 +29,14 @@ from tests.upstream import served
 from train.base.stage import StageInputs
 from train.engines import ask_servers
 from train.engines.answers.journal import Journal
-from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Reply, Row
+from train.engines.answers.protocols import (
+    PROTOCOLS,
+    Answer,
+    AnswerReader,
+    AskSettings,
+    Reply,
+    WantedAnswer,
+)
 from train.settings.server_config import ServerConfig
 
 
@@ -212,7 +219,7 @@ def test_a_kill_loses_no_answer(
         outcome = answer_with(context, url, probe_prompts=0)
     settings = AskSettings(Sampling(), NEW, SETTINGS["seed"], (EOS_ID,))
     missing = set(range(10)) - set(kept)
-    assert set(engine.asked()) == {settings.row_seed(Row(row, [])) for row in missing}
+    assert set(engine.asked()) == {settings.row_seed(WantedAnswer(row, [])) for row in missing}
     assert set(engine.asked().values()) == {1}
     assert without_reason(answers_of(context)) == ours
     # Nothing is asked again for a stage that is whole.
@@ -341,9 +348,13 @@ def test_replies_without_ids_are_retokenised_if_that_is_sure() -> None:
 def test_every_sampling_setting_is_in_a_request(name: str) -> None:
     """Settings that are not sent get an engine's own defaults."""
     sampling = Sampling(0.5, top_k=7, top_p=0.75, min_p=0.125, repetition_penalty=1.5)
-    sent = PROTOCOLS[name].body(Row(3, [1, 2]), AskSettings(sampling, NEW, 0, (2,), "tiny"))
+    sent = PROTOCOLS[name].body(
+        WantedAnswer(3, [1, 2]), AskSettings(sampling, NEW, 0, (2,), "tiny")
+    )
     assert {0.5, 7, 0.75, 0.125, 1.5} <= {v for v in sent.values() if isinstance(v, int | float)}
-    plain = PROTOCOLS[name].body(Row(4, [1, 2]), AskSettings(Sampling(), NEW, 0, (2,), "tiny"))
+    plain = PROTOCOLS[name].body(
+        WantedAnswer(4, [1, 2]), AskSettings(Sampling(), NEW, 0, (2,), "tiny")
+    )
     assert plain.keys() == sent.keys()
     assert plain["seed"] != sent["seed"]
 

@@ -12,7 +12,7 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import VerticalCascade
-from decode.drafters.sparse import Part, SparseDrafter, choose_chunks
+from decode.drafters.sparse import KeptTokens, SparseDrafter, choose_chunks
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
@@ -74,7 +74,7 @@ def test_chunks_are_those_of_the_largest_attention() -> None:
     for head, chunk in ((0, 4), (1, 9)):
         key[0, head, 2 + 3 * chunk : 5 + 3 * chunk] += 5 * query[0, group * head]
     chunks = np.maximum(turn - 6, 0) // 3
-    part = Part(2, 3, turn, chunks, np.minimum(chunks, 2))
+    part = KeptTokens(2, 3, turn, chunks, np.minimum(chunks, 2))
     chosen = choose_chunks(query, key, part, size**-0.5)
     slots = part.slots(chosen)
     assert part.omitted.tolist() == [27, 0, 0, 0]

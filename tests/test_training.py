@@ -33,7 +33,7 @@ from decode.base import artifact
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from distill.distillation_loss import Distillation
-from distill.losses import Rows, WeightedLoss
+from distill.losses import LossRows, WeightedLoss
 from distill.losses.cross_entropy import CrossEntropy
 from distill.students.student_start import checkpoint_layers
 from draftsmith.cli.main import app
@@ -69,7 +69,7 @@ from train.data.batches import collate, inputs
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
 from train.loop.optimizer import make_optimizer
 from train.loop.optimizer_step import EMA, learning_rate_factor
-from train.loop.trainer import Clock, Trainer
+from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import steps_in
 from train.settings.optimizer_config import GroupConfig, OptimizerConfig
 from train.settings.training import LoopConfig
@@ -547,7 +547,7 @@ def poison(patch: pytest.MonkeyPatch, fault: str, value: float, trainer: Trainer
         return
     sound = CrossEntropy.fused
 
-    def fused(self: CrossEntropy, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def fused(self: CrossEntropy, rows: LossRows) -> tuple[torch.Tensor, torch.Tensor]:
         values, gradient = sound(self, rows)
         return values * value, gradient
 
@@ -870,7 +870,7 @@ def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     def pass_time(seconds: float) -> None:
         now[0] += seconds
 
-    clock = Clock(torch.device("cpu"))
+    clock = TrainingClock(torch.device("cpu"))
     assert clock.shares() == {}
     pass_time(100)  # outside of everything
     with clock("drafter"):

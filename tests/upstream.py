@@ -25,7 +25,7 @@ from draftsmith.learn.record.records import Records, Retention
 from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.access import Guard
 from draftsmith.net.http_server import HttpServer
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from tests.service import until
 
 ADMIN_KEY = "admin"
@@ -108,7 +108,7 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def served(app: Any, port: int = 0, limits: Limits | None = None) -> Iterator[str]:
+def served(app: Any, port: int = 0, limits: ServerLimits | None = None) -> Iterator[str]:
     """The application's address on the loopback. At the end its connections are cut. limits: it is
     a server of draftsmith with these."""
     with socket.socket() as bound:
@@ -144,7 +144,7 @@ def recorded(
     directory: Path,
     keys: Keys | None = None,
     retention: Retention | None = None,
-    limits: Limits = LIMITS,
+    limits: ServerLimits = LIMITS,
 ) -> Iterator[httpx2.Client]:
     """A client of a recorder before an engine."""
     recorder = RecordingProxy(

@@ -53,7 +53,7 @@ class PartLM(CachedLM):
 
 
 @dataclass(frozen=True)
-class Part:
+class KeptTokens:
     """Which tokens before a token at `turn` are kept, for one or many rows, int [B] each.
 
     The text is [sinks, chunks of `chunk` tokens, the rest]. kept: how many of the `chunks` chunks.
@@ -69,9 +69,11 @@ class Part:
     def omitted(self) -> np.ndarray:
         return (self.chunks - self.kept) * self.chunk
 
-    def of_rows(self, rows: np.ndarray) -> "Part":
+    def of_rows(self, rows: np.ndarray) -> "KeptTokens":
         """The same of some rows, int [R]."""
-        return Part(self.sinks, self.chunk, self.turn[rows], self.chunks[rows], self.kept[rows])
+        return KeptTokens(
+            self.sinks, self.chunk, self.turn[rows], self.chunks[rows], self.kept[rows]
+        )
 
     def slots(self, chosen_RKC: Tensor) -> Tensor:
         """int64 [R, K, W]: the slots of the target that are kept, in the order of the text, and
@@ -93,7 +95,7 @@ class Part:
         return slot.minimum(turn)
 
 
-def choose_chunks(query: Tensor, key: Tensor, part: Part, scale: float) -> Tensor:
+def choose_chunks(query: Tensor, key: Tensor, part: KeptTokens, scale: float) -> Tensor:
     """int64 [R, K, C], ascending: the chunks of each row and key head with the largest attention.
 
     query: [R, N, D], of the token at `part.turn`. key: [R, K, S, D]. The weights of a query head
@@ -256,13 +258,13 @@ class SparseDrafter(VerifyingDrafter):
             self._copy(self._target, tokens)
         self._copied = last
 
-    def _part(self, turn: np.ndarray) -> Part:
+    def _part(self, turn: np.ndarray) -> KeptTokens:
         """What is kept before the tokens at `turn`, int [B]."""
         most = (self.budget - self.sinks - self.recent) // self.chunk
         chunks = np.maximum(turn - self.recent - self.sinks, 0) // self.chunk
-        return Part(self.sinks, self.chunk, turn, chunks, np.minimum(chunks, most))
+        return KeptTokens(self.sinks, self.chunk, turn, chunks, np.minimum(chunks, most))
 
-    def _choose(self, contexts: Contexts, part: Part, due: np.ndarray) -> None:
+    def _choose(self, contexts: Contexts, part: KeptTokens, due: np.ndarray) -> None:
         """Gather anew what these rows, int [R], keep."""
         reader = self._reader
         assert reader is not None

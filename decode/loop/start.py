@@ -15,7 +15,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.loop.decoder_setup import Setup
 from decode.loop.parts import Parts
 from decode.loop.rows import Rows, RowSettings, require_prompts
-from decode.loop.waiting_rows import Reading
+from decode.loop.waiting_rows import PromptReading
 from decode.model.cache.cached_model import CachedLM
 from decode.model.features import Features
 from decode.rules import used_rule
@@ -116,7 +116,7 @@ def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:
 
 
 def start_drafter(
-    setup: Setup, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[Reading] = ()
+    setup: Setup, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[PromptReading] = ()
 ) -> Features | None:
     """Make room for the texts up to their `reach`, and for the drafts of these parts, which may be
     others than those that the decoder uses now. fresh: the

@@ -20,7 +20,7 @@ from decode.rules.exact import ExactMatch
 from decode.verdict import Scores, Verdict
 
 
-class Reading:
+class PromptReading:
     """New rows whose prompts the target reads, some tokens at a time. Until then they wait in slots
     behind those of the running rows.
 
@@ -168,7 +168,7 @@ class WaitingRows:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.readings: list[Reading] = []
+        self.readings: list[PromptReading] = []
 
     def __iter__(self) -> Iterator[Rows]:
         """Those that began together, together."""
@@ -193,7 +193,7 @@ class WaitingRows:
         """Let new rows wait, behind those that do. Raises UserError if memory is missing. After any
         error nothing is changed."""
         lm, known = self.setup.lm, [running, *self]
-        held, reading = len(running) + self.count, Reading(self.setup, new)
+        held, reading = len(running) + self.count, PromptReading(self.setup, new)
         capacity = max(rows.contexts.tokens.shape[1] for rows in (new, *known))
         usual = {self.setup.stop}
         for stop in new.own_stops().difference(usual, *(rows.own_stops() for rows in known)):
@@ -204,7 +204,7 @@ class WaitingRows:
             lm.keep_rows(np.arange(held + reading.count))
         self.readings.append(reading)
 
-    def of(self, row: int, running: int) -> tuple[Reading, int]:
+    def of(self, row: int, running: int) -> tuple[PromptReading, int]:
         """The reading of a row, and the place of its first slots behind those of `running` rows.
         Raises UserError for a row that does not wait."""
         place = running
@@ -214,7 +214,7 @@ class WaitingRows:
             place += reading.count
         raise UserError(f"row {row} does not wait; expected one of {self.numbers}")
 
-    def make_room(self, reading: Reading, place: int, running: int) -> np.ndarray:
+    def make_room(self, reading: PromptReading, place: int, running: int) -> np.ndarray:
         """Have slots for each row of a reading that is complete. Returns the order of all slots in
         which these rows follow the running ones. Raises UserError if memory is missing."""
         slots = np.arange(running + self.count)
@@ -225,7 +225,7 @@ class WaitingRows:
             self.setup.lm.add_rows(len(order) - len(slots), 0)
         return order
 
-    def give_up(self, reading: Reading, place: int, running: int) -> np.ndarray:
+    def give_up(self, reading: PromptReading, place: int, running: int) -> np.ndarray:
         """Forget the rows of a reading. Returns the slots of all others."""
         slots = np.arange(running + self.count)
         reading.new.leave(np.ones(len(reading.new), dtype=bool))

@@ -25,7 +25,7 @@ from decode.base.registry import Registry, import_all
 from distill.teacher.teacher_signal import Signal
 
 
-class Rows:
+class LossRows:
     """Log-probabilities of n tokens over the outcomes, [n, V], and values derived from them."""
 
     def __init__(self, log_q: Tensor, log_p: Tensor | None, labels: Tensor) -> None:
@@ -55,14 +55,14 @@ class Loss(ABC):
     needs_teacher: ClassVar[bool] = True
 
     @abstractmethod
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         """The loss of each token, [n], differentiable. This is the definition of the loss."""
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         """Return the value [n] and its gradient with respect to the drafter's logits [n, V]."""
         log_q = rows.log_q.detach().requires_grad_()
         with torch.enable_grad():
-            values = self.value(Rows(log_q, rows._log_p, rows.labels))
+            values = self.value(LossRows(log_q, rows._log_p, rows.labels))
             (slope,) = torch.autograd.grad(values.sum(), log_q)
         return values.detach(), slope - rows.q * slope.sum(-1, keepdim=True)
 
@@ -157,14 +157,16 @@ class WeightedLoss:
         assert total is not None
         return torch.stack(values), total
 
-    def _rows(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> tuple[Rows, Rows]:
+    def _rows(
+        self, logits: Tensor, signal: Signal | None, labels: Tensor
+    ) -> tuple[LossRows, LossRows]:
         """Return the rows for the terms on the text and the rows for the terms on the teacher."""
         log_q = (logits / self.drafter_temperature).log_softmax(-1)
         text_log_q = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
-        on_text = Rows(text_log_q, None, labels)
+        on_text = LossRows(text_log_q, None, labels)
         if signal is None:
             return on_text, on_text
-        return on_text, Rows(*signal.outcomes(log_q, self.teacher_temperature), labels)
+        return on_text, LossRows(*signal.outcomes(log_q, self.teacher_temperature), labels)
 
 
 def _term(name: str, setting: float | Mapping[str, Any]) -> Term:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.losses import LOSSES, Loss, Rows
+from distill.losses import LOSSES, Loss, LossRows
 from distill.losses.forward_kl import ForwardKL
 from distill.losses.total_variation import TotalVariation
 
@@ -34,10 +34,10 @@ class NegativeLogAcceptance(Loss):
     the gradient in the logits is q Σ w a − w a.
     """
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         return -torch.minimum(rows.log_q, rows.log_p).logsumexp(-1)
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         # In logarithms, so that no overlap is too small for float32.
         log_overlap = torch.minimum(rows.log_q, rows.log_p)
         log_alpha = log_overlap.logsumexp(-1)
@@ -65,12 +65,12 @@ class LKHybrid(Loss):
         if isinstance(self.eta, bool) or not (isinstance(self.eta, int | float) and self.eta >= 0):
             raise UserError(f"loss lk_hybrid has eta {self.eta!r}; expected a number >= 0")
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         tv = TotalVariation().value(rows)
         share = self._share_of_kl(tv.detach())
         return share * ForwardKL().value(rows) + (1 - share) * tv
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         kl, kl_gradient = ForwardKL().fused(rows)
         tv, tv_gradient = TotalVariation().fused(rows)
         share = self._share_of_kl(tv)

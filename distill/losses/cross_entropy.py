@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.losses import IGNORED, LOSSES, Loss, Rows
+from distill.losses import IGNORED, LOSSES, Loss, LossRows
 
 
 @LOSSES.register("cross_entropy")
@@ -20,10 +20,10 @@ class CrossEntropy(Loss):
 
     needs_teacher: ClassVar[bool] = False
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         return F.nll_loss(rows.log_q, rows.labels, ignore_index=IGNORED, reduction="none")
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         counted = (rows.labels != IGNORED)[:, None]
         labels = rows.labels.clamp(min=0)[:, None]
         values = -rows.log_q.gather(1, labels) * counted

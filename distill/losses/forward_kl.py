@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.losses import LOSSES, Loss, Rows
+from distill.losses import LOSSES, Loss, LossRows
 
 
 @LOSSES.register("forward_kl")
@@ -17,10 +17,10 @@ class ForwardKL(Loss):
     (DistillSpec, 2310.08461). The gradient in the logits is q − p.
     """
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         return F.kl_div(rows.log_q, rows.log_p, log_target=True, reduction="none").sum(-1)
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         gradient = rows.q - rows.p
         # Σ (q − p) is 0 except for the rounding errors of the two normalisations. In float32 these
         # errors would be larger than a small KL. Adding q − p to each summand cancels them.

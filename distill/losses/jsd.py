@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.losses import LOSSES, Loss, Rows
+from distill.losses import LOSSES, Loss, LossRows
 
 
 @LOSSES.register("jsd")
@@ -28,14 +28,14 @@ class JSD(Loss):
                 "are the losses forward_kl and reverse_kl)"
             )
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         p, q = rows.log_p.exp(), rows.log_q.exp()
         log_m = (self.beta * p + (1 - self.beta) * q).log()
         return (
             self.beta * p * (rows.log_p - log_m) + (1 - self.beta) * q * (rows.log_q - log_m)
         ).sum(-1)
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         # If p and q both round to 0, the smallest number keeps the logarithm finite.
         m = rows.q.lerp(rows.p, self.beta)
         log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distill.losses import LOSSES, Loss, Rows
+from distill.losses import LOSSES, Loss, LossRows
 
 
 @LOSSES.register("reverse_kl")
@@ -16,10 +16,10 @@ class ReverseKL(Loss):
     of them (MiniLLM, 2306.08543). The gradient in the logits is q (log q − log p − KL).
     """
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         return (rows.log_q.exp() * (rows.log_q - rows.log_p)).sum(-1)
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         ratio = rows.log_q - rows.log_p
         # + (p − q), which sums to 0: see `ForwardKL`.
         values = (rows.q * ratio + (rows.p - rows.q)).sum(-1)

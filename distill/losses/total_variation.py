@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from distill.losses import LOSSES, Loss, Rows
+from distill.losses import LOSSES, Loss, LossRows
 
 
 @LOSSES.register("total_variation")
@@ -17,10 +17,10 @@ class TotalVariation(Loss):
     small where q is small. Start from a drafter that already agrees with the target to some degree.
     """
 
-    def value(self, rows: Rows) -> Tensor:
+    def value(self, rows: LossRows) -> Tensor:
         return 0.5 * (rows.log_p.exp() - rows.log_q.exp()).abs().sum(-1)
 
-    def fused(self, rows: Rows) -> tuple[Tensor, Tensor]:
+    def fused(self, rows: LossRows) -> tuple[Tensor, Tensor]:
         difference = rows.q - rows.p
         values = 0.5 * difference.abs().sum(-1)
         slope = difference.sign_().mul_(0.5).mul_(rows.q)

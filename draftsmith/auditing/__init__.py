@@ -10,7 +10,7 @@ import typer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judging:
+class JudgingOptions:
     """What is asked, and how it is judged: see `AuditOptions`. The annotations are those of the
     command line."""
 

@@ -19,7 +19,7 @@ from train.engines.answers.protocols import (
     Completions,
     LlamaServer,
     Reply,
-    Row,
+    WantedAnswer,
 )
 from train.engines.ask_servers import (
     REFUSED_ROW,
@@ -48,7 +48,7 @@ class _Ids(Completions):
 
     several = True  # answers to one request
 
-    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+    def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
         body = super().body(row, settings)
         for name in ("stop_token_ids", "skip_special_tokens", "return_tokens_as_token_ids"):
             body.pop(name, None)
@@ -69,7 +69,7 @@ class _LlamaIds(LlamaServer):
 
     several = False
 
-    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+    def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
         return super().body(row, settings) | {"n_probs": settings.logprobs}
 
     def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
@@ -95,7 +95,7 @@ def gives_several(protocol: str) -> bool:
 
 
 @dataclass
-class Asked:
+class AskedTexts:
     """What a server answered. texts: of the answers that can be judged. faults: what is wrong with
     answers, whatever their tokens are. left_out: why answers cannot be judged. problem: the first
     of them that the server's way to answer may explain. seconds: for all. counts: drafted and
@@ -152,7 +152,7 @@ class AuditedServer(ServerClient):
             ) from error
 
     async def texts(
-        self, row: Row, number: int, settings: AskSettings, each: int, asked: Asked
+        self, row: WantedAnswer, number: int, settings: AskSettings, each: int, asked: AskedTexts
     ) -> None:
         """Ask for answers to one prompt in one request, and put them where they belong. Answers of
         another shape, without token ids, refused, or that do not come are left out. Raises
@@ -193,7 +193,13 @@ class AuditedServer(ServerClient):
                 asked.leave_out(error)
 
     def _put(
-        self, reply: Reply, log_p: LogP, row: Row, number: int, settings: AskSettings, asked: Asked
+        self,
+        reply: Reply,
+        log_p: LogP,
+        row: WantedAnswer,
+        number: int,
+        settings: AskSettings,
+        asked: AskedTexts,
     ) -> None:
         """Put one answer where it belongs. Raises UserError if it cannot be the target's."""
         if reply.tokens is None:
@@ -257,13 +263,13 @@ def ask_texts(
     seed: int,
     logprobs: bool = False,
     each: int = 1,
-) -> Asked:
+) -> AskedTexts:
     """Send `samples` requests for each prompt, each with a seed of its own. logprobs: also ask for
     the log-probabilities of their tokens. each: answers to one request. Raises UserError as
     `AuditedServer.texts`, and if no answer at all can be judged, and ServerLost."""
-    asked = Asked()
+    asked = AskedTexts()
     rows = [
-        (Row(number + sample * len(prompts), list(prompt)), number)
+        (WantedAnswer(number + sample * len(prompts), list(prompt)), number)
         for sample in range(samples)
         for number, prompt in enumerate(prompts)
     ]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.sampled import BINS, GROUP, ORDER_NAMES, POWER, SET_NAMES, too_few
 from draftsmith.auditing.tails import chi_square_tail, smallest_shift
 from draftsmith.auditing.texts import JudgedText
@@ -79,5 +79,5 @@ def _compared(
     # The difference of two servers with as many answers is twice the excess over their mean.
     variance = 4 * float(covariance[largest, largest])
     sees = f"{smallest_shift(tokens, variance, level, POWER):.4f} a token" if variance > 0 else ""
-    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     return Finding(GROUP, f"beside the baseline: {name}", verdict, detail, p, sees)

@@ -17,11 +17,11 @@ from decode.model.loading import Target
 from decode.text import prompt_ids
 from draftsmith.auditing.asking import AuditedServer
 from draftsmith.auditing.asking import asking as ask_server
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.tails import binomial_tail
 from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
-from train.engines.answers.protocols import AskSettings, LlamaServer, Row, token_ids
+from train.engines.answers.protocols import AskSettings, LlamaServer, WantedAnswer, token_ids
 from train.engines.ask_servers import ServerLost
 from train.settings.server_config import ServerConfig
 
@@ -124,7 +124,7 @@ class _Compared:
         """An answer of another shape is a fault; one that did not come says nothing."""
         (self.faults if reply.came else self.missing).append(reply.problem)
 
-    def finding(self, verdict: Verdict = Verdict.WRONG) -> list[Finding]:
+    def finding(self, verdict: Judgement = Judgement.WRONG) -> list[Finding]:
         """One finding; none if nothing was compared. verdict: if there are faults."""
         if not self.count:
             return []
@@ -136,7 +136,7 @@ class _Compared:
             detail += f"; {_left_out(self.missing)}"
         if self.faults:
             return [Finding(GROUP, self.name, verdict, f"{detail}; the first: {self.faults[0]}")]
-        kept = Verdict.EQUAL if judged else Verdict.UNJUDGED
+        kept = Judgement.EQUAL if judged else Judgement.UNJUDGED
         return [Finding(GROUP, self.name, kept, detail, sees="one that differs")]
 
 
@@ -168,14 +168,14 @@ def contract_findings(
         )
         asking = _Asking(server, settings)
         asked = [
-            server.protocol.body(Row(number, list(prompt)), settings)
+            server.protocol.body(WantedAnswer(number, list(prompt)), settings)
             for number, prompt in enumerate(prompts[:PROMPTS])
         ]
         pairs = [(body, await asking.said(body)) for body in asked]
         whole = [(body, said) for body, said in pairs if isinstance(said, Said)]
         missing = [said.problem for _, said in pairs if isinstance(said, _NoReply)]
         if missing:
-            verdict = Verdict.EQUAL if whole else Verdict.UNJUDGED
+            verdict = Judgement.EQUAL if whole else Judgement.UNJUDGED
             findings.append(Finding(GROUP, "answers", verdict, _left_out(missing)))
         findings.extend(_tokenizer([said for _, said in whole], target))
         findings.extend(await _streams(asking, whole))
@@ -188,7 +188,7 @@ def contract_findings(
     try:
         ask_server(url, config, target, ask)
     except UserError as error:  # what was found before stays
-        findings.append(Finding(GROUP, "asked", Verdict.UNJUDGED, str(error)))
+        findings.append(Finding(GROUP, "asked", Judgement.UNJUDGED, str(error)))
     return findings
 
 
@@ -215,7 +215,7 @@ def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
                 f"the server writes {said.text!r} for the tokens of {min(expected)!r}; it has "
                 "another tokenizer than the target"
             )
-    return compared.finding(Verdict.UNJUDGED)
+    return compared.finding(Judgement.UNJUDGED)
 
 
 def _plain(text: str) -> str:
@@ -291,19 +291,19 @@ async def _seeds(
     unread = f"; {_left_out(missing)}" if missing else ""
     if not pairs:
         detail = f"no pair of answers can be read{unread}"
-        return Finding(GROUP, "seeds", Verdict.UNJUDGED, detail)
+        return Finding(GROUP, "seeds", Judgement.UNJUDGED, detail)
     differ = [(one, two) for one, two in pairs if (one.text, one.tokens) != (two.text, two.tokens)]
     detail = f"{len(differ)} of {len(pairs)} pairs differ{unread}"
     if not differ:
-        return Finding(GROUP, "seeds", Verdict.EQUAL, detail, sees="one that differs")
+        return Finding(GROUP, "seeds", Judgement.EQUAL, detail, sees="one that differs")
     one, two = differ[0]
     detail += f"; the first: {one.text!r} and {two.text!r} came for one seed"
     if repeats:
-        return Finding(GROUP, "seeds", Verdict.WRONG, detail)
+        return Finding(GROUP, "seeds", Judgement.WRONG, detail)
     places = sum(_common(one, two) for one, two in pairs) + len(differ)
     p = binomial_tail(len(differ), places, MOVED)
     detail += f"; they part at {len(differ)} of {places} places where rounding may part them"
-    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     sees = f"pairs that part at more than {MOVED:.0%} of such places"
     return Finding(GROUP, "seeds", verdict, detail, p, sees)
 
@@ -332,7 +332,7 @@ async def _template(asking: _Asking, target: Target, prompt: Sequence[int]) -> l
     counted = await asking.reply(body, _prompt_of, "/v1/chat/completions")
     if isinstance(counted, _NoReply):
         return (
-            [Finding(GROUP, "chat template", Verdict.UNJUDGED, counted.problem)]
+            [Finding(GROUP, "chat template", Judgement.UNJUDGED, counted.problem)]
             if counted.came
             else []
         )
@@ -343,7 +343,7 @@ async def _template(asking: _Asking, target: Target, prompt: Sequence[int]) -> l
             f"the server makes {count} tokens of a message, and the target's template "
             f"{len(expected)}: {target.tokenizer.decode(expected)!r}"
         )
-    return compared.finding(Verdict.UNJUDGED)
+    return compared.finding(Judgement.UNJUDGED)
 
 
 def _prompt_of(response: httpx2.Response) -> tuple[list[int] | None, int | None]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.export.acceptance import (
     FEWEST_TOKENS,
     Acceptance,
@@ -79,7 +79,7 @@ def acceptance_finding(
     if counts.rate is not None:
         detail += f", {counts.rate:.1%}"
     if own is None:
-        return Finding(GROUP, name, Verdict.EQUAL, detail)
+        return Finding(GROUP, name, Judgement.EQUAL, detail)
     drafted, accepted = count_drafts(own, COUNTING[engine], sampling)
     figures = {
         "drafted": int(counts.drafted),
@@ -89,16 +89,16 @@ def acceptance_finding(
     }
     if counts.rate is None and drafted >= FEWEST_TOKENS:  # texts of one token have no drafts
         detail += ": the engine drafts nothing"
-        return Finding(GROUP, name, Verdict.WRONG, detail, figures=figures)
+        return Finding(GROUP, name, Judgement.WRONG, detail, figures=figures)
     found = Acceptance(counts, DraftCounts(drafted, accepted), own.gamma, level, parting)
     detail += f"; {accepted} of {drafted} in our own loop"
     if drafted:
         detail += f", {accepted / drafted:.1%}"
     if found.fewest < FEWEST_TOKENS:
         detail += f"; expected at least {FEWEST_TOKENS} draft tokens: ask for more or longer texts"
-        return Finding(GROUP, name, Verdict.UNJUDGED, detail, figures=figures)
+        return Finding(GROUP, name, Judgement.UNJUDGED, detail, figures=figures)
     sees = f"{found.allowed:.1%} of the draft tokens; chance exceeds it in {level:.2g} of audits"
-    verdict = Verdict.WRONG if found.fault else Verdict.EQUAL
+    verdict = Judgement.WRONG if found.fault else Judgement.EQUAL
     return Finding(GROUP, name, verdict, detail, sees=sees, figures=figures)
 
 
@@ -108,4 +108,4 @@ def speed_finding(drafted: float, plain: float) -> Finding:
         f"{drafted:.0f} tokens a second with drafts, {plain:.0f} without: {drafted / plain:.2f} "
         "times as fast"
     )
-    return Finding(GROUP, "speed", Verdict.EQUAL, detail)
+    return Finding(GROUP, "speed", Judgement.EQUAL, detail)

@@ -13,7 +13,7 @@ from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.auditing.findings import Audit, Finding, Verdict
+from draftsmith.auditing.findings import Audit, Finding, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.trained_drafter import public_name
@@ -71,7 +71,7 @@ def audit(
     begin = time.monotonic()
     findings = work.greedy()
     # A law of other weights says nothing, and neither does one without texts.
-    unjudged = {x.name for x in findings if x.verdict is Verdict.UNJUDGED}
+    unjudged = {x.name for x in findings if x.verdict is Judgement.UNJUDGED}
     if not unjudged & {"weights", "ends and usage"}:
         parts = [work.contract]
         if not options.sampling.greedy:
@@ -103,7 +103,7 @@ def _asked(part: Callable[[], list[Finding]]) -> list[Finding]:
     try:
         return part()
     except UserError as error:
-        return [Finding(part.__name__, "asked", Verdict.UNJUDGED, str(error))]
+        return [Finding(part.__name__, "asked", Judgement.UNJUDGED, str(error))]
 
 
 def server_config(addresses: Sequence[str], **settings: Any) -> ServerConfig:

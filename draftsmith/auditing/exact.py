@@ -13,7 +13,7 @@ import numpy as np
 
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.sampled import POWER
 from draftsmith.auditing.tails import chi_square_tail, smallest_variation
 from draftsmith.auditing.texts import EngineText
@@ -77,7 +77,7 @@ def _possible(answers: Sequence[Sequence[tuple[int, ...]]], laws: Sequence[Laws]
         if text not in law[-1]
     ]  # fmt: skip
     count = sum(map(len, answers))
-    verdict = Verdict.WRONG if len(outside) > count / 1000 else Verdict.EQUAL
+    verdict = Judgement.WRONG if len(outside) > count / 1000 else Judgement.EQUAL
     detail = f"{len(outside)} of {count} texts have the probability 0"
     if outside:
         detail += f"; the first is {list(outside[0])}"
@@ -100,9 +100,9 @@ def _law_of(
         statistic, freedom, count = statistic + one, freedom + more, count + total
     if not freedom:
         detail = f"{count} texts; expected more of them, so that more than one bin is full"
-        return Finding(GROUP, name, Verdict.UNJUDGED, detail)
+        return Finding(GROUP, name, Judgement.UNJUDGED, detail)
     p = chi_square_tail(statistic, freedom)
     detail = f"χ² {statistic:.1f} of {count} texts with {freedom} degrees of freedom"
     smallest = smallest_variation(count, freedom + 1, level, POWER)
-    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     return Finding(GROUP, name, verdict, detail, p, f"{smallest:.1%} of texts misplaced")

@@ -8,7 +8,7 @@ from typing import Any
 from train.base.exit_status import ExitStatus
 
 
-class Verdict(StrEnum):
+class Judgement(StrEnum):
     """EQUAL: no difference was found, up to the size that stands with it. WRONG: a difference that
     chance or rounding does not explain. UNJUDGED: the question could not be asked."""
 
@@ -29,7 +29,7 @@ class Finding:
 
     group: str
     name: str
-    verdict: Verdict
+    verdict: Judgement
     detail: str
     p: float | None = None
     sees: str = ""
@@ -58,7 +58,7 @@ class Audit:
         object.__setattr__(self, "subject", named)
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Judgement:
         """WRONG if anything is, else UNJUDGED if anything could not be judged."""
         return worst(finding.verdict for finding in self.findings)
 
@@ -66,9 +66,9 @@ class Audit:
     def exit_status(self) -> ExitStatus:
         """0: equal. 1: wrong. 2: not judged."""
         return {
-            Verdict.EQUAL: ExitStatus.DONE,
-            Verdict.WRONG: ExitStatus.FAILED,
-            Verdict.UNJUDGED: ExitStatus.BAD_INPUT,
+            Judgement.EQUAL: ExitStatus.DONE,
+            Judgement.WRONG: ExitStatus.FAILED,
+            Judgement.UNJUDGED: ExitStatus.BAD_INPUT,
         }[self.verdict]
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,9 +90,9 @@ def printable(text: str) -> str:
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def worst(verdicts: Iterable[Judgement]) -> Judgement:
     """The verdict of several; UNJUDGED of none."""
     found = set(verdicts)
-    if Verdict.WRONG in found:
-        return Verdict.WRONG
-    return Verdict.EQUAL if found == {Verdict.EQUAL} else Verdict.UNJUDGED
+    if Judgement.WRONG in found:
+        return Judgement.WRONG
+    return Judgement.EQUAL if found == {Judgement.EQUAL} else Judgement.UNJUDGED

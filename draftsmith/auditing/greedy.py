@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.tails import martingale_tail, sign_tail, smallest_excess
 from draftsmith.auditing.texts import JudgedText
 
@@ -39,7 +39,7 @@ def greedy_findings(
         worst = max((float(text.gap.max()) for text in baseline), default=0.0)
         return [_tokens(texts, worst), _beside(texts, baseline, level)]
     weights = _weights(texts)
-    if weights.verdict is not Verdict.EQUAL:
+    if weights.verdict is not Judgement.EQUAL:
         return [weights]
     return [weights, *_log_probabilities(texts), _tokens(texts), _rounding(texts, level)]
 
@@ -54,12 +54,12 @@ def _weights(texts: Sequence[JudgedText]) -> Finding:
     else:
         detail += "; the server gives no log-probabilities"
     if strange <= MOST_STRANGE and off <= MOST_OFF:
-        return Finding(GROUP, "weights", Verdict.EQUAL, detail)
+        return Finding(GROUP, "weights", Judgement.EQUAL, detail)
     detail += (
         ". First tokens come from the prompt alone, so the server has other weights than the "
         "target, or reads other prompts: start it with the target, or give --target its checkpoint"
     )
-    return Finding(GROUP, "weights", Verdict.UNJUDGED, detail)
+    return Finding(GROUP, "weights", Judgement.UNJUDGED, detail)
 
 
 def _log_probabilities(texts: Sequence[JudgedText]) -> list[Finding]:
@@ -69,7 +69,7 @@ def _log_probabilities(texts: Sequence[JudgedText]) -> list[Finding]:
         return []
     off = np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])
     detail = f"{off.mean():.4f} nats from the target's in the mean, {off.max():.4f} at most"
-    verdict = Verdict.EQUAL if off.mean() <= MOST_OFF else Verdict.WRONG
+    verdict = Judgement.EQUAL if off.mean() <= MOST_OFF else Judgement.WRONG
     sees = f"a mean difference of {MOST_OFF} nats"
     return [Finding(GROUP, "log-probabilities", verdict, detail, sees=sees)]
 
@@ -86,9 +86,9 @@ def _tokens(texts: Sequence[JudgedText], least: float = 0.0) -> Finding:
     )
     if not wrong.any():
         sees = f"one token more than {rounding.max():.2g} below the likeliest"
-        return Finding(GROUP, "tokens", Verdict.EQUAL, detail, sees=sees)
+        return Finding(GROUP, "tokens", Judgement.EQUAL, detail, sees=sees)
     detail += f"; the largest gap is {gap.max():.3g}; {_first(texts, least)}"
-    return Finding(GROUP, "tokens", Verdict.WRONG, detail)
+    return Finding(GROUP, "tokens", Judgement.WRONG, detail)
 
 
 def _rounding(texts: Sequence[JudgedText], level: float) -> Finding:
@@ -118,7 +118,7 @@ def _rounding(texts: Sequence[JudgedText], level: float) -> Finding:
     )
     needed = smallest_excess(variance, level, POWER)
     sees = f"{2 * needed:.0f} tokens more, each half of the allowance below"
-    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     return Finding(GROUP, "rounding", verdict, detail, p, sees)
 
 
@@ -146,7 +146,7 @@ def _beside(texts: Sequence[JudgedText], baseline: Sequence[JudgedText], level: 
         f"there and {np.mean(sums) if sums else 0.0:+.3g} from there on"
     )
     needed = next(n for n in range(1, 200) if 2 * sign_tail([1.0] * n) < level)
-    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     sees = f"{needed} texts that part, all to less likely tokens"
     return Finding(GROUP, "tokens beside the baseline", verdict, detail, p, sees)
 

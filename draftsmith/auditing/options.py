@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from decode.base.errors import UserError, require_whole
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES
-from draftsmith.auditing import Judging
+from draftsmith.auditing import JudgingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions(Judging):
+class AuditOptions(JudgingOptions):
     """What is asked, and how it is judged.
 
     sampling: of the sampled requests; greedy: none are made. samples: sampled answers to each

@@ -11,10 +11,10 @@ from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES, Target
 from draftsmith.auditing import drafts, exact
-from draftsmith.auditing.asking import Asked, ask_texts, gives_several
+from draftsmith.auditing.asking import AskedTexts, ask_texts, gives_several
 from draftsmith.auditing.beside import beside_findings
 from draftsmith.auditing.contract import contract_findings
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.sampled import sampled_findings
@@ -150,7 +150,7 @@ class Questions:
 
     def _watched(
         self, sampling: Sampling, samples: int
-    ) -> tuple[Asked, list[JudgedText], list[Finding]]:
+    ) -> tuple[AskedTexts, list[JudgedText], list[Finding]]:
         """As `_judged`, and what the server's counters say meanwhile."""
         key = self.config.key()
         before = drafts.read(self.urls[0], key)
@@ -174,7 +174,7 @@ class Questions:
         )  # fmt: skip
         return asked, texts, [finding]
 
-    def _of_baseline(self, sampling: Sampling, samples: int) -> tuple[Asked, list[JudgedText]]:
+    def _of_baseline(self, sampling: Sampling, samples: int) -> tuple[AskedTexts, list[JudgedText]]:
         """Raises UserError for a baseline without answers."""
         asked, texts = self._judged(self.urls[1], sampling, samples, later=1)
         if not texts:
@@ -183,7 +183,7 @@ class Questions:
 
     def _judged(
         self, url: str, sampling: Sampling, samples: int, later: int = 0
-    ) -> tuple[Asked, list[JudgedText]]:
+    ) -> tuple[AskedTexts, list[JudgedText]]:
         """The answers of a server, and the judgement of each. later: added to the seed of the
         requests, so that two servers draw with different numbers."""
         count = samples * len(self.prompts)
@@ -217,7 +217,7 @@ class Questions:
         return asked, texts
 
 
-def _contract(group: str, asked: Asked) -> Finding:
+def _contract(group: str, asked: AskedTexts) -> Finding:
     """The finding about usage and ends of answers."""
     name, count = "ends and usage", len(asked.texts)
     left_out = ""
@@ -228,7 +228,7 @@ def _contract(group: str, asked: Asked) -> Finding:
         )
     if asked.faults:
         detail = f"{len(asked.faults)} faults in {count} answers; the first: {asked.faults[0]}"
-        return Finding(group, name, Verdict.WRONG, detail + left_out)
+        return Finding(group, name, Judgement.WRONG, detail + left_out)
     detail = f"{count} answers end as they say{left_out}"
-    verdict = Verdict.EQUAL if count else Verdict.UNJUDGED
+    verdict = Judgement.EQUAL if count else Judgement.UNJUDGED
     return Finding(group, name, verdict, detail)

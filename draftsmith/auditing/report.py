@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from decode.base.artifact import write_file
-from draftsmith.auditing.findings import Audit, Finding, Verdict
+from draftsmith.auditing.findings import Audit, Finding, Judgement
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _SAID = {
-    Verdict.EQUAL: "equal: nothing was found that chance or rounding does not explain",
-    Verdict.WRONG: "wrong: the server's text is not the target's",
-    Verdict.UNJUDGED: "not judged: a question could not be answered",
+    Judgement.EQUAL: "equal: nothing was found that chance or rounding does not explain",
+    Judgement.WRONG: "wrong: the server's text is not the target's",
+    Judgement.UNJUDGED: "not judged: a question could not be answered",
 }
-_COLOURS = {Verdict.EQUAL: "green", Verdict.WRONG: "red", Verdict.UNJUDGED: "yellow"}
+_COLOURS = {Judgement.EQUAL: "green", Judgement.WRONG: "red", Judgement.UNJUDGED: "yellow"}
 
 
 def headline(found: Audit) -> str:
     """The verdict in a sentence, with what it rests on."""
     rests = [x for x in found.findings if x.verdict is found.verdict]
-    if found.verdict is Verdict.EQUAL or not rests:
+    if found.verdict is Judgement.EQUAL or not rests:
         return _SAID[found.verdict]
     return f"{_SAID[found.verdict]} ({', '.join(f'{x.group} {x.name}' for x in rests)})"
 
@@ -69,19 +69,19 @@ def write_page(found: Audit, path: Path) -> None:
 
 def write_junit(found: Audit, path: Path) -> None:
     """Each finding as a test case: wrong ones are failures, those not judged are skipped."""
-    count = dict.fromkeys(Verdict, 0)
+    count = dict.fromkeys(Judgement, 0)
     suite = ElementTree.Element("testsuite", name="draftsmith audit")
     for finding in found.findings:
         count[finding.verdict] += 1
         case = ElementTree.SubElement(suite, "testcase", classname=finding.group, name=finding.name)
-        if finding.verdict is Verdict.WRONG:
+        if finding.verdict is Judgement.WRONG:
             ElementTree.SubElement(case, "failure", message=finding.detail)
-        elif finding.verdict is Verdict.UNJUDGED:
+        elif finding.verdict is Judgement.UNJUDGED:
             ElementTree.SubElement(case, "skipped", message=finding.detail)
         else:
             ElementTree.SubElement(case, "system-out").text = finding.detail
     suite.set("tests", str(len(found.findings)))
-    suite.set("failures", str(count[Verdict.WRONG]))
-    suite.set("skipped", str(count[Verdict.UNJUDGED]))
+    suite.set("failures", str(count[Judgement.WRONG]))
+    suite.set("skipped", str(count[Judgement.UNJUDGED]))
     suite.set("time", str(found.subject["seconds"]))
     write_file(path, ElementTree.tostring(suite, encoding="unicode", xml_declaration=True))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.tails import (
     chi_square_tail,
     martingale_tail,
@@ -58,7 +58,7 @@ def sampled_findings(texts: Sequence[JudgedText], level: float) -> list[Finding]
 
 def _tested(name: str, p: float, level: float, detail: str, sees: str) -> Finding:
     """See `Finding`. level: of this one test."""
-    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     return Finding(GROUP, name, verdict, detail, p, sees)
 
 
@@ -68,14 +68,14 @@ def too_few(texts: Sequence[JudgedText]) -> Finding | None:
     if count >= FEWEST_TOKENS:
         return None
     detail = f"{count} tokens; expected at least {FEWEST_TOKENS}: ask for more texts"
-    return Finding(GROUP, "law", Verdict.UNJUDGED, detail)
+    return Finding(GROUP, "law", Judgement.UNJUDGED, detail)
 
 
 def support(texts: Sequence[JudgedText]) -> Finding:
     """The finding about tokens that the request's filters remove."""
     count = sum(len(text.gap) for text in texts)
     outside = [(text, int(at)) for text in texts for at in np.flatnonzero(text.outside)]
-    verdict = Verdict.WRONG if outside else Verdict.EQUAL
+    verdict = Judgement.WRONG if outside else Judgement.EQUAL
     detail = f"{len(outside)} of {count} tokens are among those that the request's filters remove"
     if outside:
         text, at = outside[0]

@@ -16,7 +16,7 @@ from decode.base.install_command import install_command
 from decode.draw.sampling import Sampling
 from decode.model.same_target import require_same_target
 from draftsmith.auditing.asking import ask_texts
-from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
@@ -66,7 +66,7 @@ class ExportVerification:
         """Why the engine does not use the drafter as our loop does."""
         failures = []
         for finding in self.findings:
-            if finding.verdict is Verdict.EQUAL:
+            if finding.verdict is Judgement.EQUAL:
                 continue
             verdict = f"{finding.verdict}: {finding.group}, {finding.name}: {finding.detail}"
             if finding.figures and 0 < (self.theirs.rate or 0.0) < (self.ours.rate or 0.0):

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.auditing import Judging
+from draftsmith.auditing import JudgingOptions
 from draftsmith.cli.command import (
     Drawing,
     Loading,
@@ -46,7 +46,7 @@ def audit(
         Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="prompts, spread over the file")] = 32,
-    judging: Judging,
+    judging: JudgingOptions,
     drawing: AuditDrawing,
     baseline: Annotated[
         str | None,

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from decode.grammars import Grammar
     from decode.model.loading import Target
     from draftsmith.net.access import Guard
-    from draftsmith.net.limits import Limits
+    from draftsmith.net.limits import ServerLimits
     from train.data.read import Example
 
 Number = TypeVar("Number", int, float)
-# Of `net.limits.Limits`, those that an operator sets.
+# Of `net.limits.ServerLimits`, those that an operator sets.
 _CLIENT_LIMITS = ("connections", "client_connections", "body_seconds")
 
 _DRAFTER = "none, ngram, a directory, a model, or several with +; docs/drafters.md has all"
@@ -290,8 +290,8 @@ class CallerOptions:
     ] = ""
 
     def bounds(
-        self, limits: "Limits", others: Any = None, files_each: int = 1
-    ) -> tuple["Limits", dict[str, Any]]:
+        self, limits: "ServerLimits", others: Any = None, files_each: int = 1
+    ) -> tuple["ServerLimits", dict[str, Any]]:
         """The limits of a server with this option, and what it gives of the fields of `others`, a
         dataclass of numbers. files_each: open files of a connection. Raises UserError for a number
         that is out of range, and for a name that the server does not have."""

@@ -144,12 +144,12 @@ def verify_server(
     from draftsmith.edge.server import VerifyServer
     from draftsmith.edge.sessions import SessionBounds
     from draftsmith.edge.verifier import Verifier, make_verified_rule
-    from draftsmith.net.limits import Limits
+    from draftsmith.net.limits import ServerLimits
     from draftsmith.net.listen import address_of, bind
 
     quieten()
     guard = callers.guard(host, key, None)
-    limits, given = callers.bounds(Limits(), SessionBounds)
+    limits, given = callers.bounds(ServerLimits(), SessionBounds)
     bounds = SessionBounds(**given)
     make_verified_rule(rule)
     # Before the target is loaded: a port that is taken must not cost that time.

@@ -12,7 +12,7 @@ from decode.model.loading import Target
 from decode.model.without_weights import load_shapes
 from draftsmith.cli.command import table, write_json
 from train.base.console import Reporter
-from train.base.stage import Memory, StagePlan
+from train.base.stage import StageMemory, StagePlan
 from train.loop.estimates import read_speeds, seconds_of
 from train.report.format_figures import format_duration
 from train.run.config import RunConfig
@@ -117,7 +117,7 @@ def _cells(entry: _Entry) -> Sequence[str]:
 
 
 def _memory_table(stages: Sequence[_Entry]) -> Table:
-    parts = [field.name for field in fields(Memory)]
+    parts = [field.name for field in fields(StageMemory)]
     sizes = [
         (stage.name, *(f"{getattr(stage.plan.memory, part) / 2**30:.2f}" for part in parts))
         for stage in stages

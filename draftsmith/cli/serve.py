@@ -166,7 +166,7 @@ def serve(
     from decode.base.threads import run_in_thread
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
-    from draftsmith.net.limits import Limits
+    from draftsmith.net.limits import ServerLimits
     from draftsmith.net.listen import address_of, bind
     from draftsmith.serve.batching.requests import RequestBounds
     from draftsmith.serve.dynamic_lenience import require_low
@@ -175,7 +175,7 @@ def serve(
     quieten()
     seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
     guard = callers.guard(host, key, admin_key or key)
-    clients, given = callers.bounds(Limits(), RequestBounds)
+    clients, given = callers.bounds(ServerLimits(), RequestBounds)
     bounds = RequestBounds(**given)
     settings = DecodeSettings(**decoding.settings)
     require_low(dynamic_lenience)

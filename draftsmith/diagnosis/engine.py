@@ -39,7 +39,7 @@ LEAST_EQUAL_TEXTS = 0.7
 
 
 @dataclass(frozen=True)
-class Reading:
+class ServerCounters:
     """engine: a name of COUNTING. by_place: accepted tokens at each place; None: it does not say
     them by place. gamma: the most tokens of a draft; None: it does not say."""
 
@@ -60,7 +60,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServerMeasurement:
     """What a server did with each of N prompts. texts: its answers. drafted: int [N]. accepted:
     tokens at each place of its drafts, int [N, γ]; in all, [N, 1], if it does not count by place.
     """
@@ -76,26 +76,26 @@ class Measured:
         return accepted if self.by_place else accepted.sum(1, keepdims=True)
 
 
-def parse_reading(page: str) -> Reading | None:
+def parse_reading(page: str) -> ServerCounters | None:
     """The counters of a page for Prometheus. None: it has none of drafts."""
     counts, engine = parse_counters(page), _ENGINE.search(page)
     if counts is None or engine is None:
         return None
     if engine[1] == "sglang":
         nodes = [int(float(value)) for value in _SGLANG_NODES.findall(page)]
-        return Reading(engine[1], counts, None, max(nodes) - 1)
+        return ServerCounters(engine[1], counts, None, max(nodes) - 1)
     accepted: dict[int, int] = {}
     for place, value in _BY_PLACE.findall(page):
         accepted[int(place)] = accepted.get(int(place), 0) + int(float(value))
     if not accepted:
-        return Reading(engine[1], counts, None, None)
+        return ServerCounters(engine[1], counts, None, None)
     gamma = max(accepted) + 1
-    return Reading(
+    return ServerCounters(
         engine[1], counts, tuple(accepted.get(place, 0) for place in range(gamma)), gamma
     )
 
 
-def read(url: str, key: str = "") -> Reading:
+def read(url: str, key: str = "") -> ServerCounters:
     """The counters once they stand still. Raises UserError for a server that hides them, and for
     one that is busy with other requests, and NoAnswer."""
     end, last = time.monotonic() + LONGEST_SETTLE, None
@@ -144,7 +144,7 @@ def measure(
     tokens: int,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
-) -> Measured:
+) -> ServerMeasurement:
     """Ask for `tokens` tokens of each prompt, greedily, one request at a time. expected: the
     target's own texts.
 
@@ -184,7 +184,7 @@ def measure(
             f"{url} drafted nothing for {len(prompts)} prompts: it ignores its drafter, or has "
             "none; read what it logs at its start"
         )
-    return Measured(
+    return ServerMeasurement(
         before.engine,
         texts,
         np.array(drafted),
@@ -223,7 +223,7 @@ def measure_together(
     return asked.counts if asked.counts.drafted else after.counts - before.counts
 
 
-def _places(reading: Reading, gamma: int) -> np.ndarray:
+def _places(reading: ServerCounters, gamma: int) -> np.ndarray:
     """Accepted tokens at each place, int [γ]; 0 where the server has no series yet."""
     places = np.zeros(gamma, dtype=np.int64)
     found = reading.by_place or ()

@@ -21,7 +21,7 @@ from draftsmith.edge.verifier import Verifier
 from draftsmith.net.access import LOCAL, Guard, Paths
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.pool import client_of
 
 # Edges connect to `/`. Everything else asks for the key too.
@@ -109,7 +109,7 @@ class EdgeConnection(Watched, ServerConnection):
             self._messages += event.fin
 
 
-class Line:
+class LinkedEdge:
     """A connection, for the verifying thread."""
 
     def __init__(self, socket: ServerConnection) -> None:
@@ -154,11 +154,11 @@ class VerifyServer:
         verifier: Verifier,
         bound: socket.socket,
         guard: Guard = LOCAL,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
         self.verifier = verifier
         self._bound, self._guard = bound, replace(guard, paths=PATHS)
-        self._door = Door(limits or Limits())
+        self._door = Door(limits or ServerLimits())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
 
@@ -221,7 +221,7 @@ class VerifyServer:
         return None if fault is None else _json(connection, fault.status, fault.body)
 
     async def _connect(self, socket: ServerConnection) -> None:
-        line = Line(socket)
+        line = LinkedEdge(socket)
         writing = asyncio.create_task(line.write())
         try:
             async for frame in socket:

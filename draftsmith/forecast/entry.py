@@ -22,8 +22,8 @@ from draftsmith.forecast.curve import acceptance_at, tokens_per_step
 from draftsmith.forecast.pilots import (
     FEWEST_ROWS,
     LARGEST_SHARE,
-    Outcome,
     Pilot,
+    PilotResult,
     next_rows,
     pilot_config,
     read_pilot,
@@ -97,7 +97,7 @@ def forecast(
         protocol = replace(settings.protocol(trained=False), timed_prompts=0)
         found = evaluate(target, open_drafter(name, target), asked, protocol).to_dict()
         if found["reached"]:
-            outcome = Outcome.of(name, found, 1.0)
+            outcome = PilotResult.of(name, found, 1.0)
             line, missing = site.weigh(name, outcome, trained=False)
             lines.append(_judged(line, [(total, outcome)], total))
             notes += missing
@@ -176,7 +176,7 @@ def _pilot(
         return read_pilot(run, rows, total)
 
 
-def _judged(line: Line, measured: Sequence[tuple[int, Outcome]], total: int) -> Line:
+def _judged(line: Line, measured: Sequence[tuple[int, PilotResult]], total: int) -> Line:
     """The line with what the drafter accepts after all of the data. measured: by rows, ascending.
     total: rows of all of the data."""
     points = [one.point for _, one in measured]

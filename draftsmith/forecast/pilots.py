@@ -28,7 +28,7 @@ WIDTH = 1.96
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PilotResult:
     """What was measured of a drafter. spec: its name, or its directory. width: tokens that a pass
     verifies on average, the last one of the text included. seconds: of its own stage. target: the
     directory of its new target; None: that of the run."""
@@ -53,7 +53,7 @@ class Outcome:
         share: float,
         seconds: float = 0.0,
         target: Path | None = None,
-    ) -> "Outcome":
+    ) -> "PilotResult":
         """found: the figures of an evaluation, as JSON values. share: of the data."""
         reached = np.array(found["reached_by_position"], dtype=np.float64)
         rates = [rate or 0.0 for rate in found["acceptance_by_position"]]
@@ -79,7 +79,7 @@ class Pilot:
     rows: int
     seconds: float
     shared_seconds: float
-    drafters: Mapping[str, Outcome]
+    drafters: Mapping[str, PilotResult]
 
 
 def next_rows(total: int, done: Sequence[tuple[int, float]], left: float) -> int | None:
@@ -171,7 +171,7 @@ def read_pilot(run: Run, rows: int, total: int) -> Pilot:
         seconds=sum(seconds.values()) + sum(row["seconds"] for row in report["rows"]),
         shared_seconds=sum(taken for name, taken in seconds.items() if name not in drafters),
         drafters={
-            name: Outcome.of(
+            name: PilotResult.of(
                 str(drafters[name]),
                 row["evaluation"],
                 rows / total,

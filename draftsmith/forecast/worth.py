@@ -14,7 +14,7 @@ from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.time_costs import measure_costs
 from draftsmith.forecast.answer import Cell, Forecast, Line
-from draftsmith.forecast.pilots import Outcome
+from draftsmith.forecast.pilots import PilotResult
 from train.loop.trained_target import load_like
 from train.run.config import EvaluationConfig
 
@@ -34,7 +34,7 @@ class Worksite:
     lengths: Sequence[int]
     known: Forecast | None = None
 
-    def weigh(self, name: str, made: Outcome, *, trained: bool) -> tuple[Line, list[str]]:
+    def weigh(self, name: str, made: PilotResult, *, trained: bool) -> tuple[Line, list[str]]:
         """A drafter's line with the costs of its steps alone, and why some are not known."""
         target = self.target if made.target is None else load_like(self.target, made.target)
         drafter = open_drafter(made.spec, target)
@@ -52,7 +52,7 @@ class Worksite:
         return line, [f"{name}: {reason}" for reason in missing]
 
     def _measure(
-        self, drafter: Drafter, target: Target, made: Outcome, trained: bool
+        self, drafter: Drafter, target: Target, made: PilotResult, trained: bool
     ) -> tuple[list[tuple[int, int, Costs]], list[str]]:
         found, missing = list[tuple[int, int, Costs]](), list[str]()
         protocol = self.settings.protocol(trained=trained)

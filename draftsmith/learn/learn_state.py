@@ -39,7 +39,7 @@ class RateWindow(BaseModel):
         return (counts - self.begin).rate
 
 
-class BestVersion(BaseModel):
+class BestSoFar(BaseModel):
     """The version whose first window had the highest rate so far."""
 
     version: int
@@ -95,7 +95,7 @@ class LearnState(BaseModel):
     cycle_newest: float = 0.0
     swap: Swap | None = None
     window: RateWindow = RateWindow()
-    best: BestVersion | None = None
+    best: BestSoFar | None = None
     models: list[str] | None = None
     history: list[CycleOutcome] = []
 
@@ -104,7 +104,7 @@ class LearnState(BaseModel):
         self.window.add(counts, size)
         rate = self.window.first
         if rate is not None and (self.best is None or rate > self.best.rate):
-            self.best = BestVersion(version=self.serving, rate=rate)
+            self.best = BestSoFar(version=self.serving, rate=rate)
 
     @property
     def drop(self) -> float:

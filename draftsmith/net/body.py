@@ -6,14 +6,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.pool import Place, Pool, client_of
 
 
-class Memory:
+class BodyMemory:
     """The memory of a server for what its requests hold."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.pool = Pool(limits.body_bytes, limits.client_body_bytes)
 
@@ -21,7 +21,7 @@ class Memory:
 class Held:
     """The bytes of one request that are in memory, until `leave`."""
 
-    def __init__(self, memory: Memory, scope: Scope) -> None:
+    def __init__(self, memory: BodyMemory, scope: Scope) -> None:
         self._memory = memory
         client = client_of((scope.get("client") or ("",))[0])
         self._place = Place(client, self._drop)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.limits import CLIENT_SPARE, SPARE, Limits
+from draftsmith.net.limits import CLIENT_SPARE, SPARE, ServerLimits
 from draftsmith.net.pace import Pace
 from draftsmith.net.pool import Place, Pool, client_of
 
@@ -39,7 +39,7 @@ class Wait(NamedTuple):
 class Door:
     """All connections of one server."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
         self.inside = Pool(limits.connections, limits.client_connections)
         self.spare = Pool(SPARE, CLIENT_SPARE)

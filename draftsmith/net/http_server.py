@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
 _PARTS, _BYTES_PER_PART = 1024, 96
@@ -34,13 +34,13 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         closing_seconds: int,
         started_up: Callable[[], None] = lambda: None,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         lifespan: Literal["auto", "off"] = "off",
         **settings: Any,
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=partial(_Connection, Door(limits or Limits())),  # type: ignore[arg-type]
+            http=partial(_Connection, Door(limits or ServerLimits())),  # type: ignore[arg-type]
             ws="none",
             backlog=ACCEPTED_AT_ONCE,
             lifespan=lifespan,

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from decode.base.errors import UserError
 
-# Connections beside those of `Limits`, for `/health` alone: monitoring works on a full server.
+# Connections beside those of `ServerLimits`, for `/health` alone, so that monitoring works on a
+# full server.
 SPARE, CLIENT_SPARE = 64, 8
 # Frames of WebSockets in a second, for each connection that a client may have.
 _FRAMES = 8
@@ -14,7 +15,7 @@ _OTHER_FILES = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """The bounds of one server. A client is an address; see `net.pool.client_of`.
 
     connections, client_connections: open at a time, in all and of one client.

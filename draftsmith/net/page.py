@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from draftsmith.net.events import EVENT_HEADERS
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.pool import Place, Pool, client_of
 
 # By path: the file's name and its media type.
@@ -34,7 +34,7 @@ HEADERS = {
 
 
 def page_routes(
-    folder: Path, event: Callable[[], Awaitable[bytes | None]], seconds: float, limits: Limits
+    folder: Path, event: Callable[[], Awaitable[bytes | None]], seconds: float, limits: ServerLimits
 ) -> list[Route]:
     """Routes to the files of a page, which are in this folder, and to its events at `/live`. event:
     gives the next one; None: there are no more. seconds: between two of them. Where too many pages

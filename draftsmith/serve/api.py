@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from decode.base.errors import UserError
 from draftsmith.net.access import LOCAL, Guard, Paths
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.body import Held, Memory
+from draftsmith.net.body import BodyMemory, Held
 from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.page import OPEN, page_routes
 from draftsmith.serve.anthropic.key_header import KeyHeader
 from draftsmith.serve.anthropic.messages_answer import MessagesAnswer, as_anthropic
@@ -72,7 +72,7 @@ class Service:
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     guard: Guard = LOCAL
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     max_tokens: int | None = None
     seeds: random.Random = field(default_factory=random.Random)
     started: int = field(default_factory=lambda: int(time.time()))
@@ -87,7 +87,7 @@ class Service:
             self.settings.learner is not None,
             decoder.vocab_size,
         )
-        self.memory = Memory(self.limits)
+        self.memory = BodyMemory(self.limits)
         self.reader = BodyReader(self.tokenizer, limits, decoder.eos.tolist())
 
     def close(self, seconds: float) -> None:

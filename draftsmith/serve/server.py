@@ -16,7 +16,7 @@ from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.http_server import HttpServer
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.serve.adapter_routes import AdapterRoutes
 from draftsmith.serve.api import Service
 from draftsmith.serve.batching.metrics import Metrics
@@ -41,7 +41,7 @@ def make_service(
     drafter_name: str,
     model_name: str | None = None,
     guard: Guard = LOCAL,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     max_tokens: int | None = None,
     seed: int | None = None,
     dynamic_lenience: float = 1.0,
@@ -100,7 +100,7 @@ def make_service(
         copy.deepcopy(target.tokenizer),
         names,
         guard,
-        limits or Limits(),
+        limits or ServerLimits(),
         max_tokens,
         random.Random(seed),
     )

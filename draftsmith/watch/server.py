@@ -13,7 +13,7 @@ from draftsmith.net.access import Guard, Paths
 from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
 from draftsmith.net.http_server import HttpServer
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 from draftsmith.net.page import page_routes
 from draftsmith.watch.run_state import RunState
 
@@ -35,9 +35,9 @@ class WatchServer(HttpServer):
         self,
         state: RunState,
         started_up: Callable[[], None] = lambda: None,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or ServerLimits()
         health = Route(HEALTH, _health, methods=["GET"])
         app = Starlette(routes=[health, *page_routes(_STATIC, self._next_state, _SECONDS, limits)])
         super().__init__(Guard(paths=PATHS).around(app), _CLOSING_SECONDS, started_up, limits)

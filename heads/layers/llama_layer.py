@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from decode.model.forward.attention_mask import Attend
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer
-from decode.model.forward.lean_parts import LeanNorm, Packed
+from decode.model.forward.lean_parts import LeanNorm, PackedLayer
 from decode.model.forward.prepare_model import refresh_packed
 from decode.model.forward.rotations import Rotation, Rotations
 
@@ -93,7 +93,7 @@ def init_layer(layer: Any, spread: float) -> None:
     layer.mlp.down_proj.weight.zero_()
 
 
-class DraftLayer(Packed):
+class DraftLayer(PackedLayer):
     """Attention and a feed-forward network, each added to the residual stream.
 
     The layer does not norm the input of attention. The caller does, if needed.

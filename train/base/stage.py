@@ -21,7 +21,7 @@ from train.settings.schema import StageConfig
 
 
 @dataclass(frozen=True)
-class Memory:
+class StageMemory:
     """The bytes of a stage's tensors in one process, by what they are.
 
     target: its weights. weights: those that are trained, and copies of them, in float32. optimizer:
@@ -42,9 +42,9 @@ class Memory:
     def total(self) -> int:
         return sum(asdict(self).values())
 
-    def __add__(self, other: "Memory") -> "Memory":
+    def __add__(self, other: "StageMemory") -> "StageMemory":
         theirs = asdict(other)
-        return Memory(**{part: size + theirs[part] for part, size in asdict(self).items()})
+        return StageMemory(**{part: size + theirs[part] for part, size in asdict(self).items()})
 
 
 @dataclass
@@ -63,7 +63,7 @@ class StagePlan:
     what: str
     trained_parameters: int = 0
     tokens: int = 0
-    memory: Memory = Memory()
+    memory: StageMemory = StageMemory()
     disk_bytes: int = 0
     text_tokens: int = 0
     max_seconds: float = math.inf
@@ -99,7 +99,7 @@ class StageInputs:
 
 
 @dataclass
-class Outcome:
+class StageResult:
     """The results of a stage. drafter: the directory of the trained drafter; the run evaluates it
     next. target: the directory of the drafter's new target, if the target was trained too."""
 
@@ -193,7 +193,7 @@ class Stage(ABC, Generic[C]):
         """
 
     @abstractmethod
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         """Do the stage's work."""
 
     @classmethod

@@ -20,7 +20,7 @@ from train.engines.answers.protocols import (
     AnswerReader,
     AskSettings,
     Protocol,
-    Row,
+    WantedAnswer,
 )
 from train.settings.server_config import EngineServer, ServerConfig
 
@@ -156,7 +156,7 @@ class ServerClient:
         """As `send_or`, to the protocol's path or another. The other request is a token after a
         token."""
         token = settings.eos_token_ids[0] if settings.eos_token_ids else 0
-        other = protocol.body(Row(OTHER, [token]), replace(settings, max_new_tokens=1))
+        other = protocol.body(WantedAnswer(OTHER, [token]), replace(settings, max_new_tokens=1))
         return await self.send_or(
             path or protocol.path, body, lambda: self.send("POST", protocol.path, other)
         )
@@ -196,7 +196,7 @@ class AnswerServer(ServerClient):
             self._settings = replace(self._settings, model=await self.model())
         return self
 
-    async def answer(self, row: Row) -> Answer:
+    async def answer(self, row: WantedAnswer) -> Answer:
         """The answer to a row's prompt; one without tokens if the server refuses it, or answers
         others only. Raises ServerLost if the server does not answer, and UserError if it refuses
         every request, or replies something else."""
@@ -220,11 +220,11 @@ class AnswerServer(ServerClient):
 
 def ask_servers(
     urls: Sequence[str],
-    rows: Iterable[Row],
+    rows: Iterable[WantedAnswer],
     config: ServerConfig,
     settings: AskSettings,
     reader: AnswerReader,
-    on_answer: Callable[[Row, Answer], None],
+    on_answer: Callable[[WantedAnswer, Answer], None],
     concurrency: int | None = None,
     say: Callable[[str], None] = lambda problem: None,
 ) -> None:
@@ -258,15 +258,15 @@ def run_apart(work: Coroutine[Any, Any, None]) -> None:
 
 async def _ask(
     servers: Sequence[AnswerServer],
-    rows: Iterator[Row],
+    rows: Iterator[WantedAnswer],
     concurrency: int,
-    on_answer: Callable[[Row, Answer], None],
+    on_answer: Callable[[WantedAnswer, Answer], None],
     say: Callable[[str], None],
 ) -> None:
     up = list(servers)
     free = {server: asyncio.Semaphore(concurrency) for server in servers}
 
-    async def answered(row: Row, first: AnswerServer) -> Answer:
+    async def answered(row: WantedAnswer, first: AnswerServer) -> Answer:
         """By the first server that answers it. At least one is up, else the last has raised."""
         answer = Answer([], "", UNANSWERED)
         for server in (first, *(server for server in servers if server is not first)):

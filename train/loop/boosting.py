@@ -135,7 +135,7 @@ class TokenWeights:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadingSettings:
     """How earlier drafters read a text. tokens: the number of ids that are tokens.
     tokens_per_batch: the tokens of a batch on each rank. chunk: the number of tokens whose logits
     are in memory at a time."""
@@ -150,7 +150,7 @@ def stored_guesses(
     directory: Path,
     paths: Sequence[Path],
     samples: Sequence[Sample],
-    reading: Reading,
+    reading: ReadingSettings,
     ranks: Ranks,
     progress: Callable[[int], None],
 ) -> np.ndarray:
@@ -170,7 +170,7 @@ def stored_guesses(
 def guesses(
     paths: Sequence[Path],
     samples: Sequence[Sample],
-    reading: Reading,
+    reading: ReadingSettings,
     ranks: Ranks = ALONE,
     progress: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:

@@ -21,7 +21,7 @@ from train.settings.training import DevConfig
 
 
 @dataclass
-class Judging:
+class DevJudging:
     """How one kind of drafter is measured during its training.
 
     sums: returns float64 sums for a batch of samples. Batches and ranks add up. figures: computes
@@ -37,7 +37,7 @@ class Judging:
 
 
 class DevSlice:
-    """Computes the figures of a `Judging` on a slice of the dev split, and optionally the
+    """Computes the figures of a `DevJudging` on a slice of the dev split, and optionally the
     acceptance rate.
 
     Raises UserError if there is no dev split, if its text has no response tokens, or if a prompt to
@@ -47,7 +47,7 @@ class DevSlice:
     def __init__(
         self,
         settings: DevConfig,
-        judging: Judging,
+        judging: DevJudging,
         target: Target,
         corpus: Corpus,
         accelerator: Accelerator,

@@ -19,7 +19,7 @@ from decode.model.memory import slot_bytes
 from distill.teacher.cached_features import bytes_per_token
 from heads.heads_module import Heads
 from heads.layers.layer_config import layer_config
-from train.base.stage import Memory, StagePlan
+from train.base.stage import StageMemory, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example
 from train.loop.live_window import WINDOW_PASSES
@@ -120,10 +120,10 @@ def mask_bytes(tokens: int, longest: int, pairs: float, copies: int, itemsize: i
 
 def decoding_memory(
     target: Target, target_bytes: int, *, rows: int, prompt: int, new: int, width: int = 1
-) -> Memory:
+) -> StageMemory:
     """The memory of decoding `rows` together: their prompts are read in one pass, and they get at
     most `new` tokens each. width: the tokens of a row that a pass gives logits for."""
-    return Memory(
+    return StageMemory(
         target=target_bytes,
         activations=forward_bytes(target.model, rows * prompt),
         states=rows * (prompt + new) * slot_bytes(target.model),
@@ -144,12 +144,12 @@ def source_memory(
     batch: int,
     *,
     tokens_per_pass: int | None,
-) -> Memory:
+) -> StageMemory:
     """The memory of the target's hidden states for a training: those of its pass, and of a window
     of passes. batch: tokens of a step."""
     states = bytes_per_token(target, captured_layers)
     window = 0 if tokens_per_pass is None else max(WINDOW_PASSES * tokens_per_pass, batch)
-    return Memory(
+    return StageMemory(
         activations=forward_bytes(target.model, tokens_per_pass or batch),
         states=states * window,
     )

@@ -22,7 +22,7 @@ from train.data.read import spread
 from train.loop.boosting import TokenWeights
 from train.loop.live_window import LiveWindow
 from train.loop.open_caches import Cache
-from train.loop.trainer import Clock
+from train.loop.trainer import TrainingClock
 from train.loop.training_task import Step
 
 Sources = Mapping[str, Sequence[int]]  # what an encoder reads, by the id of the sample
@@ -55,7 +55,7 @@ def teacher_of(
     vocabulary: Tensor | None,
     *,
     tokens: int,
-    clock: Clock,
+    clock: TrainingClock,
 ) -> TeacherSource:
     """The teacher: on the results of `source` if there is one, otherwise the live target. A target
     with an encoder needs a source.
@@ -87,7 +87,7 @@ def step_of(
     teacher: TeacherSource | None,
     weights: TokenWeights | None,
     sources: Sources | None,
-    clock: Clock,
+    clock: TrainingClock,
 ) -> Step:
     """What the trainer runs in each step: the teacher's signal, then the loss. weights: of the
     tokens in the loss. sources: what the encoders read; None: there are none."""

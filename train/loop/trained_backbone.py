@@ -12,7 +12,7 @@ from train.data.batches import Inputs
 from train.data.corpus import Corpus
 from train.loop.backbone import Backbone
 from train.loop.trained_target import TrainedTarget
-from train.loop.trainer import Clock
+from train.loop.trainer import TrainingClock
 from train.settings.training import (
     PREFIX,
     BackboneConfig,
@@ -25,7 +25,13 @@ class TrainedBackbone(TrainedTarget, Backbone):
     weights_prefix = "heads.heads."
 
     def __init__(
-        self, config: BackboneConfig, target: Target, corpus: Corpus, clock: Clock, *, stage: str
+        self,
+        config: BackboneConfig,
+        target: Target,
+        corpus: Corpus,
+        clock: TrainingClock,
+        *,
+        stage: str,
     ) -> None:
         """Arguments and errors are those of `TrainedTarget`."""
         self.config = config

@@ -24,7 +24,7 @@ from train.data.batches import Inputs, batches_for
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
-from train.loop.trainer import Clock
+from train.loop.trainer import TrainingClock
 from train.settings.training import PREFIX, TrainedTargetConfig
 
 
@@ -49,7 +49,7 @@ class TrainedTarget:
         loss: WeightedLoss,
         target: Target,
         corpus: Corpus,
-        clock: Clock,
+        clock: TrainingClock,
         *,
         stage: str,
         key: str,

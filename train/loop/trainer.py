@@ -38,7 +38,7 @@ AVERAGE = "average"  # in a checkpoint
 MOVES = 1e-6
 
 
-class Clock:
+class TrainingClock:
     """Seconds by activity. An activity inside another is not counted twice.
 
     A GPU works asynchronously, so a clock must wait for it to measure anything. Waiting slows down
@@ -114,14 +114,14 @@ class Trainer:
         optimizer: OptimizerConfig,
         directory: Path,
         *,
-        clock: Clock | None = None,
+        clock: TrainingClock | None = None,
         allow_changes: bool = False,
         profile_steps: int | None = None,
     ) -> None:
         """profile_steps: the number of steps to profile. None: no profile."""
         self.accelerator, self.reporter, self.task, self.loop = accelerator, reporter, task, loop
         self.settings = optimizer
-        self.clock = clock or Clock(accelerator.device)
+        self.clock = clock or TrainingClock(accelerator.device)
         self._round: _Round | None = None
         adamw = make_optimizer(task.module, optimizer)
         trained = grouped_names(task.module, adamw)

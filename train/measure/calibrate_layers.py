@@ -97,7 +97,7 @@ class LayerTrial:
         }
 
 
-class Answers:
+class ReadAnswers:
     """Answers of the target, and its keys and values for prompts and answers.
 
     prompts, outputs: token ids. They are read once. A trial reads the answers again, in blocks of
@@ -253,7 +253,7 @@ def calibrate_layers(
     lm = CachedLM(target.model)
     plain = Decoder(lm, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids, sampling=sampling)
     outputs = plain.decode(prompts, max_new_tokens, seed=seed, batch_size=16).outputs
-    answers = Answers(lm, prompts, outputs, depth=depth, sampling=sampling)
+    answers = ReadAnswers(lm, prompts, outputs, depth=depth, sampling=sampling)
     search = _Search(answers, costs, max_trials, progress)
     best = search.run()
     trials = list(search.tried.values())
@@ -262,7 +262,7 @@ def calibrate_layers(
 
 class _Search:
     def __init__(
-        self, answers: Answers, costs: LayerCosts, max_trials: int, progress: OnProgress
+        self, answers: ReadAnswers, costs: LayerCosts, max_trials: int, progress: OnProgress
     ) -> None:
         self.answers, self.costs = answers, costs
         self.max_trials, self.progress = max_trials, progress

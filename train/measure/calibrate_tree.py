@@ -24,7 +24,7 @@ from decode.stats import Counts
 from decode.time_costs import CAREFUL_REPEATS, measure_costs
 from train.measure.ranks import ALONE, Ranks
 from train.measure.tree_acceptance import (
-    Acceptance,
+    TreeAcceptance,
     batches_of,
     measure_acceptance,
     probe,
@@ -53,7 +53,7 @@ class TreeCalibration:
 
     method: Method
     plan: TreePlan
-    acceptance: Acceptance
+    acceptance: TreeAcceptance
     costs: Costs
     tree_tokens: float
     chain_tokens: float
@@ -209,7 +209,7 @@ def calibrate_tree(
 
 def _best_plan(
     method: Method,
-    acceptance: Acceptance,
+    acceptance: TreeAcceptance,
     costs: Costs,
     nodes: int | None,
     depth: int,

@@ -26,7 +26,7 @@ from train.measure.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class TreeAcceptance:
     """hits, reached: int [D, K], for candidates of rank r at depth d + 1. hits: how often the
     candidate was the next token. reached: how often one was judged after all before it were
     accepted."""
@@ -86,7 +86,7 @@ def measure_acceptance(
     batch_size: int = 16,
     seed: int = 0,
     ranks: Ranks = ALONE,
-) -> Acceptance:
+) -> TreeAcceptance:
     """Measures the acceptance of the nodes of `tree` (see `probe`) on these prompts. Use dev
     prompts.
 
@@ -117,7 +117,7 @@ def measure_acceptance(
             decoder.decode(batch, max_new_tokens, seed=seed, row_ids=rows)
     finally:
         shaped.shape = shape
-    return Acceptance(*sum(ranks.gather(counts), np.zeros_like(counts)))
+    return TreeAcceptance(*sum(ranks.gather(counts), np.zeros_like(counts)))
 
 
 def batches_of(prompts: int, size: int, ranks: Ranks) -> list[Sequence[int]]:

@@ -38,7 +38,7 @@ from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
 from train.base.run_files import TEXT, TEXTS, stage_directory
 from train.base.shared_disk import require_shared
-from train.base.stage import Outcome, StageInputs, StagePlan
+from train.base.stage import StageInputs, StagePlan, StageResult
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
 from train.data.read import Example, spread
@@ -422,7 +422,7 @@ class Run:
 
     def _stage(
         self, settings: StageConfig, directory: Path, earlier: dict[str, Path], examples: Splits
-    ) -> Outcome:
+    ) -> StageResult:
         done = directory / DONE
 
         def read() -> dict[str, Any] | None:
@@ -433,7 +433,7 @@ class Run:
             drafter = directory / "drafter" if stored["drafter"] else None
             target = directory / "target" if stored.get("target") else None
             self._drop_checkpoints(directory)
-            return Outcome(drafter, stored["summary"], target)
+            return StageResult(drafter, stored["summary"], target)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
         begin = time.perf_counter()
         own_peak = restart_peak()

@@ -49,7 +49,7 @@ LOGGED = ("acceptance_rate", "tokens_per_step", "c", "v")
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """A drafter to evaluate, and its row in the report.
 
     label: for the row's directory and its logged figures. stage: as the report shows it. kind: the
@@ -86,7 +86,7 @@ class RunEvaluation:
     def baselines(self) -> None:
         """Add a row for each untrained drafter, at its best γ, chosen on the dev split."""
         for name in self.config.evaluation.baselines:
-            row = Row(name, BEFORE, name, name)
+            row = ReportRow(name, BEFORE, name, name)
             self._add(row, partial(self._best_gamma, name))
 
     def drafter(self, stage: str, directory: Path, target: Path | None) -> None:
@@ -99,9 +99,9 @@ class RunEvaluation:
         start = directory.parent / "start"
         kind = describe_drafter(directory)["kind"]
         if Ranks.of(self.accelerator).main_only(start.exists):
-            row = Row(f"{stage}-start", f"{stage}{START}", kind, str(start), drafter=start)
+            row = ReportRow(f"{stage}-start", f"{stage}{START}", kind, str(start), drafter=start)
             self._add(row)
-        self._add(Row(stage, stage, kind, str(directory), target, directory))
+        self._add(ReportRow(stage, stage, kind, str(directory), target, directory))
 
     def combined(self, stage: str, directory: Path, target: Path | None) -> None:
         """Add a row for each untrained drafter of `in_turn` and of `in_one_tree`, combined with the
@@ -117,7 +117,7 @@ class RunEvaluation:
         for name, plus in pairs:
             label, spec = f"{name}{plus}{stage}", f"{name}{plus}{directory}"
             try:
-                self._add(Row(label, label, f"{name}{plus}{kind}", spec, target, directory))
+                self._add(ReportRow(label, label, f"{name}{plus}{kind}", spec, target, directory))
             except (CorruptArtifact, ReadFailure):
                 raise
             except UserError as error:
@@ -145,7 +145,7 @@ class RunEvaluation:
         drafter = open_drafter(name, target)
         return fastest_gamma(target, drafter, prompts, settings.baseline_gammas, protocol)
 
-    def _add(self, row: Row, gamma: Callable[[], int] | None = None) -> None:
+    def _add(self, row: ReportRow, gamma: Callable[[], int] | None = None) -> None:
         """Evaluate a row, unless that was done with the same settings. gamma: returns the row's γ;
         None: the run's γ. Every rank must call this."""
         ranks = Ranks.of(self.accelerator)
@@ -169,7 +169,7 @@ class RunEvaluation:
             self._evaluate(row, directory, chosen, ranks, begin)
         self.accelerator.wait_for_everyone()
 
-    def _changed(self, row: Row, found: Path) -> bool:
+    def _changed(self, row: ReportRow, found: Path) -> bool:
         """Whether a stored row was measured with other settings. Also says so."""
         # Earlier versions stored no settings. A setting that they did not have keeps its meaning.
         stored = json.loads((found / EVALUATION).read_text(encoding="utf-8")).get("settings") or {}
@@ -178,7 +178,7 @@ class RunEvaluation:
             self.reporter.say(f"{row.stage} is evaluated again: {'; '.join(changed)}")
         return bool(changed)
 
-    def _settings(self, row: Row) -> dict[str, Any]:
+    def _settings(self, row: ReportRow) -> dict[str, Any]:
         """What a row's figures depend on, beside the data, which cannot change."""
         config = dump_config(self.config)
         evaluation = {k: v for k, v in config["evaluation"].items() if k not in ROWS}
@@ -191,7 +191,9 @@ class RunEvaluation:
             "data": {"system": config["data"]["system"]},
         }
 
-    def _evaluate(self, row: Row, directory: Path, gamma: int, ranks: Ranks, begin: float) -> None:
+    def _evaluate(
+        self, row: ReportRow, directory: Path, gamma: int, ranks: Ranks, begin: float
+    ) -> None:
         """begin: when the work for this row began, by `time.perf_counter`."""
         settings, target = self.config.evaluation, self.load_target()
         if row.target is not None:

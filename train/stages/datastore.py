@@ -10,7 +10,7 @@ import numpy as np
 from decode.drafters.lookup.documents import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from decode.opening.directory import describe_drafter, save_drafter
-from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.stored_samples import StoredSamples
 from train.measure.ranks import Ranks
 from train.settings.datastore_config import DatastoreConfig
@@ -58,12 +58,12 @@ class DatastoreStage(TextStage[DatastoreConfig]):
             f"a datastore of {stored:,} tokens, prompts included: {STORED_BYTES} bytes a token on "
             "disk",
             tokens=stored,
-            memory=Memory(target=self.target_bytes, states=memory_to_sort(stored)),
+            memory=StageMemory(target=self.target_bytes, states=memory_to_sort(stored)),
             disk_bytes=STORED_BYTES * stored,
             drafters=1,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         begin, directory = time.perf_counter(), self.directory / "drafter"
         is_new = not Ranks.of(self.accelerator).main_only(directory.exists)
         if is_new:
@@ -78,7 +78,9 @@ class DatastoreStage(TextStage[DatastoreConfig]):
         )
         seconds = time.perf_counter() - begin
         speed = summary["tokens"] / seconds if is_new else None
-        return Outcome(directory, summary | {"datastore_bytes": stored, "tokens_per_second": speed})
+        return StageResult(
+            directory, summary | {"datastore_bytes": stored, "tokens_per_second": speed}
+        )
 
     def _write(self, directory: Path, samples: StoredSamples, counts: dict[str, int]) -> None:
         config = self.config

@@ -19,18 +19,18 @@ from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.live_teacher import TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable, linear_sizes
-from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
 from train.loop import parallel
 from train.loop.boosting import (
-    Reading,
+    ReadingSettings,
     TokenWeights,
     check_earlier_drafter,
     stored_guesses,
 )
-from train.loop.dev_slice import DevSlice, Judging
+from train.loop.dev_slice import DevJudging, DevSlice
 from train.loop.estimates import (
     optimizer_bytes,
     planned_tokens,
@@ -48,7 +48,7 @@ from train.loop.teachers import (
     step_of,
     teacher_of,
 )
-from train.loop.trainer import Clock, Trainer
+from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
 from train.measure.ranks import Ranks
 from train.settings.distill_config import DistillConfig
@@ -99,7 +99,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             if config.lora is not None and start.linear_sizes:
                 trained = config.lora.parameters(start.linear_sizes)
                 memory = replace(memory, optimizer=optimizer_bytes(trained, average=ema))
-                memory += Memory(weights=4 * trained)
+                memory += StageMemory(weights=4 * trained)
             return StagePlan(
                 f"{what}; {config.losses_in_words}; {amount}",
                 trained,
@@ -137,7 +137,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             linear_sizes=sizes,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         config = self.config
         samples, counts = self.fitting_samples()
         # Before the student exists, so that the earlier drafters are not in memory beside it.
@@ -171,7 +171,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         summary |= {"draft_vocabulary": None if ids is None else len(ids), **coverage}
         summary |= {} if token_weights is None else {"missed_share": token_weights.missed}
         self.accelerator.free_memory()
-        return Outcome(self.directory / "drafter", summary)
+        return StageResult(self.directory / "drafter", summary)
 
     def _token_weights(self, samples: Sequence[Sample]) -> TokenWeights | None:
         """The weights of the text's tokens in the loss. None: the same for all."""
@@ -183,7 +183,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             for name in config.boost.names
         ]
         ranks, per_batch = Ranks.of(self.accelerator), config.loop.tokens_per_batch
-        reading = Reading(
+        reading = ReadingSettings(
             self.accelerator.device,
             self.target.token_count,
             max(1, per_batch // ranks.world),
@@ -234,7 +234,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         """weights: the weights of the tokens in the loss."""
         config, loss, model = self.config, self.config.weighted_loss, self.target.model
         tokens, device = self.target.token_count, self.accelerator.device
-        clock = Clock(device)
+        clock = TrainingClock(device)
         ids = student.target_ids
         vocabulary = None if ids is None else ids.to(device)
         teacher: TeacherSource | None = None
@@ -271,7 +271,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         return self.make_trainer(task, config.loop, config.optimizer, clock)
 
     def _live_features(
-        self, clock: Clock, sources: Sources | None
+        self, clock: TrainingClock, sources: Sources | None
     ) -> LiveWindow | LiveFeatures | None:
         """The live teacher's hidden states, if it runs over the next batches together, or reads
         sources too. sources: what the encoder reads for each sample."""
@@ -316,7 +316,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
             return self.target, student.drafter(trained, weights)
 
-        judging = Judging(sums, module.figures, "student.", make_drafter)
+        judging = DevJudging(sums, module.figures, "student.", make_drafter)
         dev = DevSlice(
             config, judging, self.target, self.corpus, self.accelerator, stage=self.config.name
         )

@@ -21,7 +21,7 @@ from distill.teacher.cached_features import (
 )
 from distill.teacher.feature_sources import LiveFeatures, split_rows
 from distill.teacher.linear_logits import require_linear_logits
-from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
@@ -64,7 +64,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         return StagePlan(
             what,
             tokens=tokens,
-            memory=Memory(
+            memory=StageMemory(
                 target=self.target_bytes,
                 activations=forward_bytes(self.target.model, self.config.tokens_per_batch),
             ),
@@ -72,7 +72,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             captured_layers=layers,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         config, target = self.config, self.target
         source = LiveFeatures(target.model, config.captured_layers)
         samples, counts = self.fitting_samples()
@@ -89,7 +89,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         )
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
-        return Outcome(
+        return StageResult(
             summary={
                 "samples": counts,
                 "tokens": int(lengths.sum()),

@@ -31,7 +31,7 @@ from distill.teacher.cache_parts import check_parts, note_checked, parts_of, tex
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.console import Bar
-from train.base.stage import STAGES, Memory, Outcome, Stage, StagePlan
+from train.base.stage import STAGES, Stage, StageMemory, StagePlan, StageResult
 from train.data.corpus import PART, SELF_PROMPTS, read_answers, unusable_answers, write_answers
 from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
@@ -108,7 +108,7 @@ class GenerateStage(Stage[GenerateConfig]):
             token_bytes = bytes_per_token(self.target, self._kept_layers)
             together = min(config.part_prompts, count) * (prompt + config.max_new_tokens)
             plan.what += f"; keeps {len(self._kept_layers)} hidden states a token for {readers}"
-            plan.memory += Memory(states=token_bytes * together)
+            plan.memory += StageMemory(states=token_bytes * together)
             plan.disk_bytes += token_bytes * plan.text_tokens
         return plan
 
@@ -135,7 +135,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 "to it; leave one of the two out"
             )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         begin = time.perf_counter()
         self._write_prompts()
         generated = self._generate(self._jobs())
@@ -166,7 +166,7 @@ class GenerateStage(Stage[GenerateConfig]):
             why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
             summary |= {"left_out": why or "0", "retokenized": retokenized}
             self.reporter.say(f"  left out: {why or 'none'}; {retokenized} retokenised")
-        return Outcome(summary=summary)
+        return StageResult(summary=summary)
 
     def _jobs(self) -> Jobs:
         config = self.config

@@ -29,7 +29,7 @@ from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
 from heads.joint_training import JointTraining
-from train.base.stage import STAGES, Outcome, StagePlan
+from train.base.stage import STAGES, StagePlan, StageResult
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
@@ -37,7 +37,7 @@ from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.loop import parallel
 from train.loop.backbone import Backbone, FrozenBackbone, Source
-from train.loop.dev_slice import DevSlice, Judging
+from train.loop.dev_slice import DevJudging, DevSlice
 from train.loop.estimates import (
     planned_tokens,
     steps_in_words,
@@ -49,7 +49,7 @@ from train.loop.head_tree import calibrated_tree, require_tree
 from train.loop.meters.stage_flops import heads_flops
 from train.loop.trained_backbone import TrainedBackbone
 from train.loop.trained_target import held_out_samples, trained_parameters
-from train.loop.trainer import Clock, Trainer
+from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
 from train.measure.calibrate_tree import TreeCalibration
 from train.measure.ranks import Ranks
@@ -146,12 +146,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             drafters=1,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         samples, counts = self.fitting_samples()
         heads, start, coverage = self._start_heads(samples)
         parameters = sum(p.numel() for p in heads.parameters())
         trained = self._trainable(heads)
-        clock = Clock(self.accelerator.device)
+        clock = TrainingClock(self.accelerator.device)
         training = self._prepare(heads)
         with ExitStack() as stack:  # a server is up as long as the training needs it
             backbone = self._backbone(samples, clock, stack)
@@ -172,7 +172,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         summary |= coverage | guessed
         self.accelerator.free_memory()
         new_target = None if self.config.backbone is None else self.directory / "target"
-        return Outcome(self.directory / "drafter", summary, new_target)
+        return StageResult(self.directory / "drafter", summary, new_target)
 
     def _trainable(self, heads: Heads) -> Trainable:
         """The heads in training, with their adapters."""
@@ -232,7 +232,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             smoothing=self.config.place_smoothing,
         )
 
-    def _backbone(self, samples: StoredSamples, clock: Clock, stack: ExitStack) -> Backbone:
+    def _backbone(self, samples: StoredSamples, clock: TrainingClock, stack: ExitStack) -> Backbone:
         config, target = self.config, self.target
         if config.backbone is not None:
             return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
@@ -249,7 +249,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         backbone: Backbone,
         samples: StoredSamples,
         dev: DevSlice | None,
-        clock: Clock,
+        clock: TrainingClock,
     ) -> Trainer:
         config, heads = self.config, trained.model
         optimizer = config.optimizer
@@ -300,7 +300,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         def figures(sums: Tensor) -> dict[str, float]:
             return module.figures(dict(zip(names, sums.tolist(), strict=True)))
 
-        judging = Judging(sums, figures, "", make_drafter)
+        judging = DevJudging(sums, figures, "", make_drafter)
         return DevSlice(
             config.dev, judging, self.target, self.corpus, self.accelerator, stage=config.name
         )

@@ -11,14 +11,14 @@ from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.read_ahead import READ_AHEAD
 from heads.head_training import captured_with
 from heads.heads_module import Heads
-from train.base.stage import Memory, StagePlan
+from train.base.stage import StageMemory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
 from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
 from train.loop.backbone import Source
 from train.loop.estimates import batch_share
 from train.loop.open_caches import open_features
-from train.loop.trainer import Clock
+from train.loop.trainer import TrainingClock
 from train.settings.heads_config import HeadsConfig
 from train.settings.server_config import ServedFeatures
 from train.stages.text_stages import TrainingStage
@@ -30,7 +30,7 @@ def planned_source(
     heads: Heads,
     processes: int,
     plans: Mapping[str, StagePlan],
-) -> tuple[Memory, int, str]:
+) -> tuple[StageMemory, int, str]:
     """What a server of states adds to a plan: the memory of one of `processes`, the bytes on disk,
     and words. Nothing without a server. plans: those of the earlier stages. Raises UserError for a
     server that cannot be used, and for a stage that stores other layers than are read."""
@@ -43,7 +43,7 @@ def planned_source(
                 f"states of the layers {list(layers)}, and stage {config.features} stores those of "
                 f"{list(stored)}; set stages.{config.features}.captured_layers={list(layers)}"
             )
-        return Memory(), 0, ""
+        return StageMemory(), 0, ""
     server = config.features.server
     require_server(server, target)
     last_norm(target)
@@ -54,7 +54,7 @@ def planned_source(
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
     what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
-    return Memory(states=held), server.max_bytes if server.launch else 0, what
+    return StageMemory(states=held), server.max_bytes if server.launch else 0, what
 
 
 def open_source(
@@ -62,7 +62,7 @@ def open_source(
     config: HeadsConfig,
     samples: StoredSamples,
     captured_layers: Sequence[int],
-    clock: Clock,
+    clock: TrainingClock,
     stack: ExitStack,
 ) -> Source:
     """The source of a frozen target's hidden states, for a `stage` with this `config`. stack: ends

@@ -16,7 +16,7 @@ from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, f
 from distill.row_numbers import row_numbers
 from distill.students import refuse
 from distill.teacher.linear_logits import require_linear_logits
-from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
 from train.loop import parallel
@@ -31,7 +31,7 @@ from train.loop.estimates import (
     training_disk_bytes,
 )
 from train.loop.trained_target import TrainedTarget, held_out_samples, trained_parameters
-from train.loop.trainer import Clock
+from train.loop.trainer import TrainingClock
 from train.loop.training_task import TrainingTask
 from train.settings.layer_skip_config import LayerSkipConfig
 from train.settings.schema import StageConfig
@@ -64,7 +64,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         parameters = model.num_parameters()
         loop, ema = config.loop, config.optimizer.ema is not None
         batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
-        memory = Memory(
+        memory = StageMemory(
             target=self.target_bytes,
             # The float32 copy, and the complete one that becomes the new target.
             weights=2 * 4 * parameters,
@@ -88,10 +88,10 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             drafters=1,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         samples, counts = self.fitting_samples()
         config, device = self.config, self.accelerator.device
-        clock = Clock(device)
+        clock = TrainingClock(device)
         # Adapters and dropped layers must not depend on what ran before this stage.
         torch.manual_seed(config.loop.seed)
         loss = config.weighted_loss
@@ -135,7 +135,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         summary |= {"exit_layer": config.exit_layer}
         summary |= self._save(trained, weights, self.provenance(progress))
         self.accelerator.free_memory()
-        return Outcome(self.directory / "drafter", summary, self.directory / "target")
+        return StageResult(self.directory / "drafter", summary, self.directory / "target")
 
     @property
     def _layers(self) -> int:

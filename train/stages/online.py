@@ -27,7 +27,15 @@ from train.base.drafter_stages import (
     heads_stage,
     require_whole,
 )
-from train.base.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
+from train.base.stage import (
+    STAGES,
+    ReportSection,
+    Stage,
+    StageMemory,
+    StagePlan,
+    StagePlot,
+    StageResult,
+)
 from train.data.read import Example, select, spread
 from train.loop.estimates import (
     PROMPTS_MEASURED,
@@ -116,7 +124,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         layers, learning = model.config.get_text_config().num_hidden_layers, config.learning
-        memory += Memory(
+        memory += StageMemory(
             # Drafter and learning copy; the last version's weights.
             weights=8 * model.num_parameters() + 4 * trained,
             # With the last version's two moments.
@@ -128,7 +136,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         disk = training_disk_bytes(model.num_parameters(), trained, average=False)
         return StagePlan(what, trained, tokens, memory, disk, drafters=1)
 
-    def _serving_memory(self, stream: Sequence[Example]) -> Memory:
+    def _serving_memory(self, stream: Sequence[Example]) -> StageMemory:
         """What serving takes beside the drafter: the target with keys and values, the records, and
         the logits of a verification and of a learning step."""
         config, learning = self.config, self.config.learning
@@ -143,12 +151,12 @@ class OnlineStage(Stage[OnlineStageConfig]):
         )
         if learning is None:
             return serving
-        return serving + Memory(
+        return serving + StageMemory(
             states=round(learning.buffer_mib * 2**20),
             logits=2 * 4 * config.chunk_tokens * self.target.vocab_size,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         versions = Versions(
             self.directory, self.target, self.reporter, keep=self.config.keep_versions
         )
@@ -193,7 +201,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             versions.resume(online, saved, self.accelerator.process_index)
         return serving
 
-    def _save(self, serving: Serving) -> Outcome:
+    def _save(self, serving: Serving) -> StageResult:
         """Write the last version as the stage's drafter."""
         progress, student, online = serving.progress, serving.student, serving.online
         if self.accelerator.is_main_process:
@@ -214,7 +222,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         summary |= {"parameters": student.parameter_count}
         if online is not None:
             summary |= self._buffer_figures(online)
-        return Outcome(self.directory / "drafter", summary)
+        return StageResult(self.directory / "drafter", summary)
 
     @classmethod
     def show(cls, summary: dict[str, Any], number: int) -> ReportSection:

@@ -20,7 +20,7 @@ from distill.teacher.top_k_cache import (
     write_part,
     write_vocabulary,
 )
-from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
@@ -60,14 +60,14 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         return StagePlan(
             f"the target's top {k}: {token_bytes} bytes a token",
             tokens=tokens,
-            memory=Memory(
+            memory=StageMemory(
                 target=self.target_bytes,
                 activations=forward_bytes(self.target.model, self.config.tokens_per_batch),
             ),
             disk_bytes=token_bytes * tokens,
         )
 
-    def run(self) -> Outcome:
+    def run(self) -> StageResult:
         config, target, vocab_size = self.config, self.target, self._vocabulary_size
         samples, counts = self.fitting_samples()
         vocabulary, coverage = self._vocabulary(samples)
@@ -86,7 +86,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
 
         _, speed = self.write_parts(samples, predicted, token_bytes, write)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
-        return Outcome(
+        return StageResult(
             summary={
                 "samples": counts,
                 "tokens": int(predicted.sum()),

@@ -31,7 +31,7 @@ from train.data.write_samples import require_kept
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
 from train.loop.teachers import lost_mass
-from train.loop.trainer import Clock, Trainer
+from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingProgress, TrainingTask
 from train.measure.ranks import Ranks
 from train.report.format_figures import format_share
@@ -264,7 +264,7 @@ class TrainingStage(TextStage[L]):
         return self.earlier.get(name, Path(name))
 
     def make_trainer(
-        self, task: TrainingTask, loop: LoopConfig, optimizer: OptimizerConfig, clock: Clock
+        self, task: TrainingTask, loop: LoopConfig, optimizer: OptimizerConfig, clock: TrainingClock
     ) -> Trainer:
         """A trainer that works in this stage's directory, with its processes."""
         return Trainer(

@@ -4,7 +4,7 @@ from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.students import Student
 from heads.heads_module import Heads
-from train.base.stage import Memory
+from train.base.stage import StageMemory
 from train.loop.estimates import (
     activation_bytes,
     batch_share,
@@ -30,7 +30,7 @@ def heads_memory(
     trained: int,
     processes: int,
     itemsize: int,
-) -> Memory:
+) -> StageMemory:
     """The memory of one of `processes`.
 
     parameters: all of the heads' weights, with an adapter's. trained: those that are trained.
@@ -38,7 +38,7 @@ def heads_memory(
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     recompute = config.gradient_checkpointing
-    memory = Memory(
+    memory = StageMemory(
         target=target_bytes,
         weights=4 * parameters,
         optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
@@ -60,7 +60,7 @@ def heads_memory(
     )
     if config.backbone is not None:
         # The trained float32 copy of the target, and the complete one that becomes the new target.
-        memory += Memory(
+        memory += StageMemory(
             weights=2 * 4 * target.model.num_parameters(),
             optimizer=12 * trained_parameters(config.backbone, target),
             logits=model_loss_bytes(
@@ -83,7 +83,7 @@ def distill_memory(
     trained: int,
     processes: int,
     itemsize: int,
-) -> Memory:
+) -> StageMemory:
     """The memory of one of `processes`.
 
     parameters: all of the student's weights, with an adapter's. trained: those that are trained.
@@ -94,7 +94,7 @@ def distill_memory(
     tokens = int(batch * student.tokens_per_text_token)
     layers = model.config.get_text_config().num_hidden_layers
     recompute = config.gradient_checkpointing
-    memory = Memory(
+    memory = StageMemory(
         target=target_bytes,
         weights=4 * parameters,
         optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
@@ -110,7 +110,7 @@ def distill_memory(
     )
     # Attention makes the additive form of a mask again in each layer.
     copies = 1 if recompute else layers
-    memory += Memory(
+    memory += StageMemory(
         activations=mask_bytes(batch, config.max_length, student.mask_pairs, copies, itemsize)
     )
     if config.teacher != "live":

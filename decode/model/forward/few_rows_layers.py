@@ -20,7 +20,7 @@ from decode.model.cache.slots import SlotLayer
 from decode.model.forward import few_rows
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.layer_parts import LayerParts
-from decode.model.forward.lean_parts import LeanNorm, Packed, PackedLinear
+from decode.model.forward.lean_parts import LeanNorm, PackedLayer, PackedLinear
 from decode.model.forward.rotations import Rotation
 
 # Of each text. With more, PyTorch's attention is quicker.
@@ -58,7 +58,7 @@ class _Pass(ctypes.Structure):
     )
 
 
-class FewRowsLayer(Packed):
+class FewRowsLayer(PackedLayer):
     """A layer's weights, as the functions of C++ take them.
 
     qkv, out, down: its products. gate_up: one or two. norms: before attention, before the network,

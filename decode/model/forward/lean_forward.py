@@ -27,7 +27,7 @@ from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer
-from decode.model.forward.lean_parts import LeanNorm, Packed
+from decode.model.forward.lean_parts import LeanNorm, PackedLayer
 from decode.model.forward.low_rank_output import output_product
 from decode.model.forward.rotations import Rotation, Rotations
 from decode.model.hidden_states import FINAL
@@ -37,7 +37,7 @@ from decode.model.hidden_states import FINAL
 STATIC_SLOT_STEP = 256
 
 
-class LeanForward(Packed):
+class LeanForward(PackedLayer):
     """A causal LM as embedding, `LeanLayer`s, norm and output layer.
 
     rotary: the model's module of rotary positions. rotary_kinds: the layer types it takes as an

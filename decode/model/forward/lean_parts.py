@@ -33,7 +33,7 @@ def lacking_operators() -> list[str]:
     return [name for name in OPERATORS if not hasattr(torch.ops.mkldnn, name)]
 
 
-class Packed(nn.Module, ABC):
+class PackedLayer(nn.Module, ABC):
     """Has a second form of its weights."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat([first, *others]) if others else first.contiguous()
 
 
-class PackedLinear(Product, Packed):
+class PackedLinear(Product, PackedLayer):
     """A product with packed weights, of one or several layers at once. The activation, the sum and
     the second product are computed before the result is rounded."""
 
@@ -165,7 +165,7 @@ def version(x: Tensor) -> tuple[int, int]:
     return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
-class LeanNorm(Packed):
+class LeanNorm(PackedLayer):
     """RMS norm (1910.07467) times `weight` + `offset`.
 
     packed: for a CPU. There it is the layer norm of [x, −x], which has mean 0: PyTorch has one

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from decode.base.errors import UserError
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_layer import LeanLayer
-from decode.model.forward.lean_parts import Packed, PackedLinear, lacking_operators
+from decode.model.forward.lean_parts import PackedLayer, PackedLinear, lacking_operators
 from decode.model.forward.low_rank import adapted_forward, adapters_of
 from decode.model.forward.recognition import NotLean, is_wrapped, lean_forward, lean_norm
 from decode.model.forward.transformers_forward import ATTENTION, TransformersForward
@@ -67,7 +67,7 @@ def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
 def refresh_packed(module: nn.Module) -> None:
     """Use weights that were changed in place, for example by an optimizer."""
     for layer in module.modules():
-        if isinstance(layer, Packed):
+        if isinstance(layer, PackedLayer):
             layer.refresh()
 
 
@@ -257,7 +257,7 @@ def watchable_forward(forward: Forward) -> Forward | None:
     if forward.has_our_attention:
         return forward
     assert isinstance(forward, TransformersForward)
-    packed = any(isinstance(module, Packed) for module in forward.model.modules())
+    packed = any(isinstance(module, PackedLayer) for module in forward.model.modules())
     if packed or is_hooked(forward.model):  # packed: it was not given our attention for a reason
         return None
     model = _sharing_copy(forward.model)

@@ -51,7 +51,7 @@ FIRST = 3  # the number of the first of them in few_rows.cpp
 
 
 @dataclass(frozen=True)
-class Rows:
+class QuantisedRows:
     """Rows of a weight. codes: int8 [rows, in]. scales: float32 [rows, in / group], and so is
     `least`; without it nothing is added. A number is code · scale + least."""
 
@@ -67,14 +67,14 @@ class Rows:
             wide += self.least[..., None]
         return wide.reshape(self.codes.shape)
 
-    def in_form(self, form: Form) -> "Rows":
+    def in_form(self, form: Form) -> "QuantisedRows":
         """The same numbers in the form that can hold all others."""
         if form == self.form:
             return self
         each = self.form.group // form.group
         scales = np.repeat(self.scales, each, -1)
         least = np.zeros_like(scales) if self.least is None else np.repeat(self.least, each, -1)
-        return Rows(form, self.codes, scales, least)
+        return QuantisedRows(form, self.codes, scales, least)
 
     def blocks(self) -> Tensor:
         """uint8 [rows / 16, bytes], as few_rows_own_forms.h reads them."""
@@ -93,8 +93,8 @@ class Rows:
         return torch.from_numpy(np.concatenate(parts, -1)).flatten(1)
 
 
-def rows_of(blocks: Blocks) -> Rows:
-    """The rows that `Rows.blocks` packed."""
+def rows_of(blocks: Blocks) -> QuantisedRows:
+    """The rows that `QuantisedRows.blocks` packed."""
     form = FORMS[blocks.form - FIRST]
     scale_bytes = OUTPUTS * (4 if form.whole else 2)
     count = 2 if form.least else 1
@@ -109,7 +109,7 @@ def rows_of(blocks: Blocks) -> Rows:
     if form.bits == 4:
         codes = np.concatenate([codes & 15, codes >> 4], -1) - np.uint8(0 if form.least else 8)
     by_row = codes.view(np.int8).transpose(0, 3, 1, 2).reshape(len(blocks) * OUTPUTS, -1)
-    return Rows(form, by_row, values[0], values[1] if form.least else None)
+    return QuantisedRows(form, by_row, values[0], values[1] if form.least else None)
 
 
 def _scale(raw: np.ndarray) -> tuple[np.ndarray, None]:
@@ -197,7 +197,7 @@ class QuantisedFile:
         order = np.argsort(every, kind="stable")
         return every[order], number[order], row[order]
 
-    def rows(self, weight: np.ndarray) -> list[Rows] | None:
+    def rows(self, weight: np.ndarray) -> list[QuantisedRows] | None:
         """The rows of a weight, float32 [out, in], as the file has them, in parts that follow each
         other. None if the file lacks one."""
         hashes, number, row = self._places
@@ -223,7 +223,7 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
     return np.fromiter((hash(row.tobytes()) for row in numbers[:, :KEY]), np.int64, len(numbers))
 
 
-def _parsed(tensor: tuple[Any, np.ndarray], rows: Any) -> Rows:
+def _parsed(tensor: tuple[Any, np.ndarray], rows: Any) -> QuantisedRows:
     """These rows of a tensor of the file."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
@@ -236,7 +236,7 @@ def _parsed(tensor: tuple[Any, np.ndarray], rows: Any) -> Rows:
     begin, neutral = known.neutral
     blocks[..., begin : begin + len(neutral)] = np.frombuffer(neutral, np.uint8)
     codes = dequantize(raw, kind).astype(np.int8)
-    return Rows(known.form, codes, scales.reshape(len(raw), -1), flat)
+    return QuantisedRows(known.form, codes, scales.reshape(len(raw), -1), flat)
 
 
 def remember_file(model: nn.Module, path: Path) -> None:
@@ -254,7 +254,7 @@ def remember_file(model: nn.Module, path: Path) -> None:
 def own_blocks(weights: Sequence[Tensor]) -> Blocks | None:
     """Weights [out, in] each, one after the other, in the form of the file that they are from. None
     if they are from none, or were changed, or its form is not known here."""
-    parts: list[Rows] = []
+    parts: list[QuantisedRows] = []
     for weight in weights:
         file = getattr(weight, "quantised_file", None)
         if file is None or weight.dtype != torch.float32:
@@ -270,7 +270,7 @@ def own_blocks(weights: Sequence[Tensor]) -> Blocks | None:
     form = parts[0].form if len({x.form for x in parts}) == 1 else FORMS[-1]
     parts = [x.in_form(form) for x in parts]
     least = [x.least for x in parts if x.least is not None]
-    every = Rows(
+    every = QuantisedRows(
         form,
         np.concatenate([x.codes for x in parts]),
         np.concatenate([x.scales for x in parts]),

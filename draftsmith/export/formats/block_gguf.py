@@ -47,7 +47,7 @@ from draftsmith.export.formats.gguf_layout import (
 from draftsmith.export.formats.heads_gguf import FREQUENCIES, HeadsGGUF, rotation_slowdowns
 from draftsmith.export.formats.layer_format import SLIDING, unusual_layer
 from draftsmith.export.formats.published_layer import EMBEDDINGS
-from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, TensorRow
 from draftsmith.export.trained_drafter import (
     TrainedDrafter,
     heads_drafter,
@@ -131,16 +131,16 @@ class BlockGGUF(HeadsGGUF):
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
         return super().extra_expected_keys(arch) | {BLOCK: is_count, MASK: is_id}
 
-    def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+    def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[TensorRow]:
         config = config_of(keys, facts)
         table = [
-            Row(stored_name(row.name), row.shape, row.source)
+            TensorRow(stored_name(row.name), row.shape, row.source)
             for row in self.layout.table(config)
             if row.name not in (D2T, "t2d")
         ]
         if facts["kept"]:
             shape = (facts["kept"], config["hidden_size"])
-            table.append(Row(stored_name(OUTPUT), shape, OWN_OUTPUT))
+            table.append(TensorRow(stored_name(OUTPUT), shape, OWN_OUTPUT))
         return table
 
     def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:

@@ -41,7 +41,7 @@ from draftsmith.export.formats.published_layer import (
     row_problems,
     token_ids,
 )
-from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, TensorRow, layer_rows, map_rows
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import TrainedDrafter
 from heads.dflash2_heads import DFlash2Drafter, DFlash2Heads
@@ -192,18 +192,18 @@ class DFlashLayers(LayerFormat):
             return [f"config.json: the target's layers are {taps}, which is not valid"]
         return map_value_problems(weights, config["vocab_size"])
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, size = config["hidden_size"], config["head_dim"]
         rows, vocab_size = self.rows_of(config), config["vocab_size"]
         taps = self.draft_of(config)["target_layer_ids"]
-        table = [Row("fc.weight", (hidden, len(taps) * hidden))]
-        table += [Row(f"{norm}.weight", (hidden,)) for norm in ("hidden_norm", "norm")]
+        table = [TensorRow("fc.weight", (hidden, len(taps) * hidden))]
+        table += [TensorRow(f"{norm}.weight", (hidden,)) for norm in ("hidden_norm", "norm")]
         for layer in (f"layers.{number}" for number in range(config["num_hidden_layers"])):
             table += layer_rows(config, layer, hidden, ["input_layernorm"])
-            table += [Row(f"{layer}.self_attn.{x}_norm.weight", (size,)) for x in ("q", "k")]
+            table += [TensorRow(f"{layer}.self_attn.{x}_norm.weight", (size,)) for x in ("q", "k")]
         if self.has_target_layers:
-            table.append(Row(EMBEDDINGS, (vocab_size, hidden), shared=True, implied=True))
-            table.append(Row(OUTPUT, (rows, hidden), OWN_OUTPUT, shared=True, implied=True))
+            table.append(TensorRow(EMBEDDINGS, (vocab_size, hidden), shared=True, implied=True))
+            table.append(TensorRow(OUTPUT, (rows, hidden), OWN_OUTPUT, shared=True, implied=True))
         return table + map_rows(rows, vocab_size)
 
     def rows_of(self, config: dict[str, Any]) -> int:
@@ -374,16 +374,18 @@ class DSparkLayers(DFlashLayers):
             "confidence_head_with_markov": is_bool,
         }
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         rank, rows = config[RANK], (config["vocab_size"], self.rows_of(config))
         table = super().table(config)
         table += [
-            Row(f"markov_head.markov_w{number}.weight", (count, rank))
+            TensorRow(f"markov_head.markov_w{number}.weight", (count, rank))
             for number, count in enumerate(rows, 1)
         ]
         if config[CONFIDENCE]:
-            table.append(Row("confidence_head.proj.weight", (1, config["hidden_size"] + rank)))
-            table.append(Row("confidence_head.proj.bias", (1,)))
+            table.append(
+                TensorRow("confidence_head.proj.weight", (1, config["hidden_size"] + rank))
+            )
+            table.append(TensorRow("confidence_head.proj.bias", (1,)))
         return table
 
 
@@ -429,18 +431,18 @@ class DFlash2Layers(DFlashLayers):
     def draft_expected(self) -> dict[str, Any]:
         return {INNER: partial(_is_dflash_config, others=SECOND), "is_causal": False}
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, draft = config["hidden_size"], self.draft_of(config)
         taps, rank = draft["conv_kernel_size"], draft["selector_rank"]
         numbers = 2 * taps * (hidden // draft["conv_group_size"])
         table = super().table(config)
         for layer in range(config["num_hidden_layers"]):
             for part in (f"layers.{layer}.{name}_conv" for name in ("attention", "mlp")):
-                table.append(Row(f"{part}.base_kernel", (2, taps, hidden)))
-                table.append(Row(f"{part}.kernel_projection.weight", (numbers, hidden)))
+                table.append(TensorRow(f"{part}.base_kernel", (2, taps, hidden)))
+                table.append(TensorRow(f"{part}.kernel_projection.weight", (numbers, hidden)))
         own, books = "candidate_selector", ("predecessor", "successor")
-        table += [Row(f"{own}.{x}_codebook", (config["vocab_size"], rank)) for x in books]
-        return [*table, Row(f"{own}.hidden_projection.weight", (rank, hidden))]
+        table += [TensorRow(f"{own}.{x}_codebook", (config["vocab_size"], rank)) for x in books]
+        return [*table, TensorRow(f"{own}.hidden_projection.weight", (rank, hidden))]
 
 
 for layout in (DFlashLayers(), DSparkLayers(), DFlash2Layers()):

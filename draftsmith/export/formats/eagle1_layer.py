@@ -16,7 +16,7 @@ from draftsmith.export.formats.published_layer import (
     is_eagle3,
     plain_name,
 )
-from draftsmith.export.formats.tensor_table import Row, layer_rows
+from draftsmith.export.formats.tensor_table import TensorRow, layer_rows
 from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle1Drafter
 
@@ -65,13 +65,13 @@ class Eagle1(LayerFormat):
             return {}, [f"config.json says that fc has a bias, but tensor {FC_BIAS} is missing"]
         return {"bias": True} if FC_BIAS in tensors else {}, []
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden = config["hidden_size"]
         return [
-            Row("fc.weight", (hidden, 2 * hidden)),
-            *([Row(FC_BIAS, (hidden,))] if config.get("bias") else []),
+            TensorRow("fc.weight", (hidden, 2 * hidden)),
+            *([TensorRow(FC_BIAS, (hidden,))] if config.get("bias") else []),
             *layer_rows(config, self.layer, hidden),
-            Row(EMBEDDINGS, (config["vocab_size"], hidden), shared=True, implied=True),
+            TensorRow(EMBEDDINGS, (config["vocab_size"], hidden), shared=True, implied=True),
         ]
 
     def options(

@@ -29,7 +29,7 @@ from draftsmith.export.formats.gguf_layout import (
     rows_in_pairs,
 )
 from draftsmith.export.formats.heads_gguf import HeadsGGUF
-from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, read_state
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, TensorRow, read_state
 from draftsmith.export.trained_drafter import heads_drafter, require_fitting_target
 from heads.eagle_drafter import Eagle3Drafter
 from heads.options import Eagle3Options
@@ -88,15 +88,15 @@ class Eagle3GGUF(HeadsGGUF):
             f"{ARCH}.norm_before_fc": False,
         }
 
-    def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+    def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[TensorRow]:
         hidden = keys[f"{ARCH}.embedding_length"]
         captured = len(keys[self.taps_key]) * keys[f"{ARCH}.target_hidden_size"]
         rows = facts["kept"] or keys[f"{ARCH}.vocab_size"]
         return [
-            Row("fc.weight", (hidden, captured)),
-            Row("output_norm.weight", (hidden,), "norm.weight"),
-            Row("output.weight", (rows, hidden), OWN_OUTPUT),
-            Row("blk.0.attn_norm_2.weight", (hidden,), "midlayer.hidden_norm.weight"),
+            TensorRow("fc.weight", (hidden, captured)),
+            TensorRow("output_norm.weight", (hidden,), "norm.weight"),
+            TensorRow("output.weight", (rows, hidden), OWN_OUTPUT),
+            TensorRow("blk.0.attn_norm_2.weight", (hidden,), "midlayer.hidden_norm.weight"),
             *gguf_layer(ARCH, keys, 0, "midlayer", 2 * hidden, {}),
         ]
 

@@ -34,7 +34,7 @@ from draftsmith.export.formats.published_layer import (
     map_value_problems,
     named_layers,
 )
-from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, TensorRow, layer_rows, map_rows
 from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle3Drafter
 from heads.heads_drafter import HeadsDrafter
@@ -150,13 +150,13 @@ class Eagle3(LayerFormat):
             )
         return config, problems
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, count = config["hidden_size"], captured_count(config)
         norms = range(count if config["fc_norm"] else 0)
         table = features_table(config, self.layer, LAYER)
-        table += [Row(f"fc_norm.{number}.weight", (hidden,)) for number in norms]
+        table += [TensorRow(f"fc_norm.{number}.weight", (hidden,)) for number in norms]
         if config.get("norm_before_fc"):
-            table.append(Row("input_norm.weight", (count * hidden,)))
+            table.append(TensorRow("input_norm.weight", (count * hidden,)))
         return table
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
@@ -172,17 +172,17 @@ class Eagle3(LayerFormat):
 FORMATS.register("eagle3")(Eagle3())
 
 
-def features_table(config: dict[str, Any], layer: str, ours: str = "") -> list[Row]:
+def features_table(config: dict[str, Any], layer: str, ours: str = "") -> list[TensorRow]:
     """Return the tensors that all layouts of EAGLE-3 require. layer: the name of the layer that
     reads the features. ours: its name in our heads, empty if it is the same. Without an output
     layer, a published drafter has the target's."""
     hidden, rows, vocab_size = config["hidden_size"], config[ROWS], config["vocab_size"]
     norms = ("hidden_norm", "input_layernorm")
     return [
-        Row("fc.weight", (hidden, captured_count(config) * hidden)),
+        TensorRow("fc.weight", (hidden, captured_count(config) * hidden)),
         *layer_rows(config, layer, 2 * hidden, norms, ours),
-        Row("norm.weight", (hidden,)),
-        Row(OUTPUT, (rows, hidden), OWN_OUTPUT, implied=rows == vocab_size),
+        TensorRow("norm.weight", (hidden,)),
+        TensorRow(OUTPUT, (rows, hidden), OWN_OUTPUT, implied=rows == vocab_size),
         *map_rows(rows, vocab_size),
     ]
 

@@ -27,7 +27,7 @@ from draftsmith.export.file_schema import (
     tensor_problems,
 )
 from draftsmith.export.formats import ExportJob, Format, export_facts
-from draftsmith.export.formats.tensor_table import Row, layer_rows
+from draftsmith.export.formats.tensor_table import TensorRow, layer_rows
 
 if TYPE_CHECKING:
     import gguf
@@ -92,7 +92,9 @@ class GGUFLayout(Format):
         return {"model_draft": str(directory / FILE)}
 
     @abstractmethod
-    def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+    def table(
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> list[TensorRow]:
         """Return the tensors that a file's metadata requires, with shapes in PyTorch's order."""
 
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
@@ -267,7 +269,7 @@ def gguf_layer(
     ours: str,
     input_size: int,
     extra: Mapping[str, str],
-) -> list[Row]:
+) -> list[TensorRow]:
     """Return the tensors of a decoder layer. ours: its name in the model. input_size: the input
     size of its attention. extra: tensors besides the usual ones, by their names in the model; the
     values are GGUF's names."""
@@ -279,7 +281,7 @@ def gguf_layer(
         # A bias has one number per row of its matrix; a norm has the size of one head.
         matrix = shapes.get(f"{ours}.{module.removesuffix('.bias')}.weight")
         shape = (config["head_dim"],) if matrix is None else matrix[:1]
-        rows.append(Row(f"blk.{number}.{name}", shape, f"{ours}.{module}"))
+        rows.append(TensorRow(f"blk.{number}.{name}", shape, f"{ours}.{module}"))
     return rows
 
 

@@ -30,7 +30,7 @@ from draftsmith.export.formats.gguf_layout import (
     write_gguf,
 )
 from draftsmith.export.formats.published_layer import are_ascending_ids
-from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, written_tensors
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, TensorRow, written_tensors
 from draftsmith.export.trained_drafter import stored_dtype
 
 FREQUENCIES = "rope_freqs.weight"
@@ -57,7 +57,7 @@ class HeadsGGUF(GGUFLayout):
         """Return the keys that only such heads have, as `metadata` does."""
 
     @abstractmethod
-    def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+    def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[TensorRow]:
         """Return the tensors of the heads, and of an output layer if it is written."""
 
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
@@ -76,12 +76,14 @@ class HeadsGGUF(GGUFLayout):
         and then has other weights."""
         return str(job.drafter.target["name"])
 
-    def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+    def table(
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> list[TensorRow]:
         table = self.rows(keys, facts)
         if facts["rope"] == "llama3":
             pairs = keys[f"{arch}.rope.dimension_count"] // 2
-            table.append(Row(FREQUENCIES, (pairs,), shared=True))
-        return table + ([Row(D2T, (facts["kept"],), shared=True)] if facts["kept"] else [])
+            table.append(TensorRow(FREQUENCIES, (pairs,), shared=True))
+        return table + ([TensorRow(D2T, (facts["kept"],), shared=True)] if facts["kept"] else [])
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         heads: Any = job.drafter.heads(self.name, job.loaded_target)

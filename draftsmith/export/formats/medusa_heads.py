@@ -27,7 +27,7 @@ from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, Restored
 from draftsmith.export.formats.published_keys import model_keys
 from draftsmith.export.formats.published_layer import are_ascending_ids
 from draftsmith.export.formats.table_format import TableFormat
-from draftsmith.export.formats.tensor_table import Row, expected_tensors, read_state
+from draftsmith.export.formats.tensor_table import TensorRow, expected_tensors, read_state
 from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_module import output_layer
@@ -86,16 +86,18 @@ class Medusa(TableFormat):
         }
         return expected | ({SHARES: True} if SHARES in config else {})
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, layers = config["hidden_size"], config["medusa_num_layers"]
         output = (config.get(ROWS, config["vocab_size"]), hidden)
         table = []
         for head in range(config["medusa_num_heads"]):
             for block in (f"{head}.{layer}.linear" for layer in range(layers)):
-                table.append(Row(f"{block}.weight", (hidden, hidden), f"blocks.{block}.weight"))
-                table.append(Row(f"{block}.bias", (hidden,), f"blocks.{block}.bias"))
+                table.append(
+                    TensorRow(f"{block}.weight", (hidden, hidden), f"blocks.{block}.weight")
+                )
+                table.append(TensorRow(f"{block}.bias", (hidden,), f"blocks.{block}.bias"))
             ours = f"output.layers.{0 if SHARES in config else head}.weight"
-            table.append(Row(f"{head}.{layers}.weight", output, ours))
+            table.append(TensorRow(f"{head}.{layers}.weight", output, ours))
         return table
 
     def size(self, config: dict[str, Any]) -> str:

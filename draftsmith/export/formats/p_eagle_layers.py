@@ -40,7 +40,7 @@ from draftsmith.export.formats.published_layer import (
     captured_count,
     mask_problems,
 )
-from draftsmith.export.formats.tensor_table import Row, layer_rows
+from draftsmith.export.formats.tensor_table import TensorRow, layer_rows
 from draftsmith.export.published import Checkpoint
 from heads.p_eagle_heads import PEagleDrafter
 
@@ -139,14 +139,14 @@ class PEagle(Eagle3):
             state[TABLE] = table
         return state
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, later = config["hidden_size"], range(1, config["num_hidden_layers"])
         layers = [layer_rows(config, f"layers.{x}", hidden, ["input_layernorm"]) for x in later]
         return [
             *features_table(config, self.layer),
             *(row for layer in layers for row in layer),
-            Row(MASK_HIDDEN, (1, 1, captured_count(config) * hidden)),
-            Row(EMBEDDINGS, (config["vocab_size"], hidden), TABLE, implied=True),
+            TensorRow(MASK_HIDDEN, (1, 1, captured_count(config) * hidden)),
+            TensorRow(EMBEDDINGS, (config["vocab_size"], hidden), TABLE, implied=True),
         ]
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineRelease:
     """title: as its authors write it. newest: the newest release that was seen; empty: none was,
     and what it reads is what its documentation says. aliases: other names that users may give."""
 
@@ -31,14 +31,14 @@ class Reads:
 
 
 KNOWN = {
-    "transformers": Engine("transformers", "5.24"),
-    "vllm": Engine("vLLM", "0.33"),
-    "sglang": Engine("SGLang", "0.5.23"),
-    "llama-server": Engine("llama.cpp", "11434", ("llama.cpp", "gguf")),
-    "openvino": Engine("OpenVINO GenAI", "2026.4"),
-    "speculators": Engine("the library speculators", "0.9"),
-    "mlx": Engine("MLX-LM", ""),
-    "tgi": Engine("TGI", ""),
+    "transformers": EngineRelease("transformers", "5.24"),
+    "vllm": EngineRelease("vLLM", "0.33"),
+    "sglang": EngineRelease("SGLang", "0.5.23"),
+    "llama-server": EngineRelease("llama.cpp", "11434", ("llama.cpp", "gguf")),
+    "openvino": EngineRelease("OpenVINO GenAI", "2026.4"),
+    "speculators": EngineRelease("the library speculators", "0.9"),
+    "mlx": EngineRelease("MLX-LM", ""),
+    "tgi": EngineRelease("TGI", ""),
 }
 
 _GPU = "in its newer runner, which has no CPU"

@@ -20,7 +20,7 @@ from draftsmith.export.formats.gguf_layout import (
     tokenizer_keys,
     write_gguf,
 )
-from draftsmith.export.formats.tensor_table import Row
+from draftsmith.export.formats.tensor_table import TensorRow
 from draftsmith.export.trained_drafter import load_small_lm
 
 
@@ -100,14 +100,16 @@ class GGUF(GGUFLayout):
             **facts,
         }
 
-    def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+    def table(
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> list[TensorRow]:
         hidden, vocab = keys[f"{arch}.embedding_length"], keys[f"{arch}.vocab_size"]
         table = [
-            Row("token_embd.weight", (vocab, hidden), "model.embed_tokens.weight"),
-            Row("output_norm.weight", (hidden,), "model.norm.weight"),
+            TensorRow("token_embd.weight", (vocab, hidden), "model.embed_tokens.weight"),
+            TensorRow("output_norm.weight", (hidden,), "model.norm.weight"),
         ]
         if not facts["tied"]:
-            table.append(Row("output.weight", (vocab, hidden), "lm_head.weight"))
+            table.append(TensorRow("output.weight", (vocab, hidden), "lm_head.weight"))
         for number in range(keys[f"{arch}.block_count"]):
             ours, extra = f"model.layers.{number}", BY_NAME[arch].extra
             table += gguf_layer(arch, keys, number, ours, hidden, extra)

@@ -11,7 +11,7 @@ from draftsmith.export.file_schema import is_count, is_id
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.block_layers import are_layers
 from draftsmith.export.formats.speculators_block import SpeculatorsBlock, block_keys
-from draftsmith.export.formats.tensor_table import Row
+from draftsmith.export.formats.tensor_table import TensorRow
 from heads.xpress_heads import XPressDrafter, XPressHeads
 
 PASSES = "num_jacobi_passes"
@@ -46,7 +46,7 @@ class SpeculatorsXPress(SpeculatorsBlock):
         counts = dict.fromkeys((*REFINER, PASSES), is_count)
         return {"mask_token_id": is_id, "target_layer_ids": are_layers, **counts}
 
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, rank, block = config["hidden_size"], config["xpress_rank"], config["block_size"]
         width, own = rank * config["xpress_mlp_ratio"], "refiner_head"
         shapes = {
@@ -59,8 +59,8 @@ class SpeculatorsXPress(SpeculatorsBlock):
             "mlp_down": (rank, width),
             "readout": (self.rows_of(config), rank),
         }
-        table = [Row(f"{own}.{name}.weight", shape) for name, shape in shapes.items()]
-        return [*super().table(config), *table, Row(f"{own}.mix_l", (rank, block, block))]
+        table = [TensorRow(f"{own}.{name}.weight", shape) for name, shape in shapes.items()]
+        return [*super().table(config), *table, TensorRow(f"{own}.mix_l", (rank, block, block))]
 
 
 FORMATS.register("speculators-xpress")(SpeculatorsXPress())

@@ -24,7 +24,7 @@ from draftsmith.export.formats import ExportJob, Format
 from draftsmith.export.formats.published_layer import EMBEDDINGS, vocabulary_maps
 from draftsmith.export.formats.tensor_table import (
     OWN_OUTPUT,
-    Row,
+    TensorRow,
     expected_tensors,
     written_tensors,
 )
@@ -50,7 +50,7 @@ class TableFormat(Format):
         """Return the expected values of the settings, for `key_problems`."""
 
     @abstractmethod
-    def table(self, config: dict[str, Any]) -> list[Row]:
+    def table(self, config: dict[str, Any]) -> list[TensorRow]:
         """Return the tensors that a sound config requires."""
 
     @abstractmethod

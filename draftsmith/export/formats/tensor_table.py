@@ -19,7 +19,7 @@ OWN_OUTPUT = "output.layers.0.weight"
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """A tensor of a file.
 
     name: in the file. shape: in PyTorch's order. ours: its name in the state of our heads, empty if
@@ -41,7 +41,7 @@ class Row:
 
 
 def written_tensors(
-    table: Iterable[Row], state: Mapping[str, Tensor], shared: Mapping[str, Tensor]
+    table: Iterable[TensorRow], state: Mapping[str, Tensor], shared: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the tensors to write. state: the state of the heads. shared: other tensors; those
     without a row are left out. Raises UserError for a part of the state that has no row."""
@@ -53,12 +53,12 @@ def written_tensors(
     return {row.name: tensors[row.source] for row in rows}
 
 
-def expected_tensors(table: Iterable[Row], dtype: str) -> dict[str, TensorSpec]:
+def expected_tensors(table: Iterable[TensorRow], dtype: str) -> dict[str, TensorSpec]:
     """Return what a file must hold, for `tensor_problems`. dtype: the dtype of the weights."""
     return {row.name: TensorSpec(row.shape, (row.dtype or DTYPE_NAMES[dtype],)) for row in table}
 
 
-def read_state(table: Iterable[Row], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_state(table: Iterable[TensorRow], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the state of heads from the tensors of a file."""
     return {
         row.source: tensors[row.name] for row in table if not row.shared and row.name in tensors
@@ -72,7 +72,7 @@ def layer_rows(
     norms: Iterable[str] = (),
     ours: str = "",
     names: Mapping[str, str] = MappingProxyType({}),
-) -> list[Row]:
+) -> list[TensorRow]:
     """Return the tensors of a decoder layer. input_size: the input size of its attention. norms:
     the norms before attention. ours: the layer's name in our heads, empty if it is the same. names:
     of its parts, where they differ from ours."""
@@ -93,17 +93,17 @@ def layer_rows(
         "mlp.down_proj": (hidden, inner),
     }
     return [
-        Row(f"{name}.{names.get(part, part)}.weight", shape, f"{ours or name}.{part}.weight")
+        TensorRow(f"{name}.{names.get(part, part)}.weight", shape, f"{ours or name}.{part}.weight")
         for part, shape in shapes.items()
     ]
 
 
-def map_rows(rows: int, vocab_size: int) -> list[Row]:
+def map_rows(rows: int, vocab_size: int) -> list[TensorRow]:
     """Return the maps of a reduced draft vocabulary with this number of rows; a complete one has
     none. The second map follows from the first."""
     if rows == vocab_size:
         return []
     return [
-        Row("d2t", (rows,), shared=True, dtype="I64"),
-        Row("t2d", (vocab_size,), shared=True, implied=True, dtype="BOOL"),
+        TensorRow("d2t", (rows,), shared=True, dtype="I64"),
+        TensorRow("t2d", (vocab_size,), shared=True, implied=True, dtype="BOOL"),
     ]

@@ -27,9 +27,9 @@ from draftsmith.learn.record.records import Records, Retention, make_record, ten
 from draftsmith.learn.record.upstream import Upstream, Upstreams
 from draftsmith.net.access import LOCAL, Guard, Paths, ip_address, media_type
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.body import Held, Memory
+from draftsmith.net.body import BodyMemory, Held
 from draftsmith.net.hang_up import unless_hung_up
-from draftsmith.net.limits import Limits
+from draftsmith.net.limits import ServerLimits
 
 CHAT = "/v1/chat/completions"
 ADMIN = "/admin/upstream"
@@ -41,7 +41,7 @@ LONGEST_SWITCH = 1 << 16  # bytes of a request for another engine
 LONGEST_ANSWER = 16 << 20  # bytes of an answer that can be recorded
 LONGEST_RECORDED = 4 << 20  # bytes of a request that can be recorded
 # Of bodies and copies of answers.
-LIMITS = Limits(body_bytes=512 << 20, client_body_bytes=128 << 20)
+LIMITS = ServerLimits(body_bytes=512 << 20, client_body_bytes=128 << 20)
 LOGGED_REASONS = 100  # different reasons against recording that are counted apart
 PRUNE_SECONDS = 600.0
 # These belong to one connection and not to a message (RFC 9110, 7.6.1).
@@ -70,13 +70,13 @@ class RecordingProxy:
     clock: Callable[[], float]
     guard: Guard = LOCAL
     counts: Counter[str] = field(default_factory=Counter)  # recorded, and reasons against it
-    limits: Limits = LIMITS
+    limits: ServerLimits = LIMITS
     _writing: set["asyncio.Future[None]"] = field(default_factory=set)
     # One thread: recording many answers takes no more time from the proxy than recording one.
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "record"))
 
     def __post_init__(self) -> None:
-        self._memory = Memory(self.limits)
+        self._memory = BodyMemory(self.limits)
 
     def guarded(self) -> ASGIApp:
         """The application behind its guard. An engine takes bodies of other types than JSON."""

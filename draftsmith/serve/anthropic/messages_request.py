@@ -42,7 +42,7 @@ class FunctionTool(RequestPart):
     type: Literal["custom"] = "custom"
 
 
-class Choice(RequestPart):
+class ToolChoice(RequestPart):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
@@ -59,7 +59,7 @@ TOOL = Contract(
         "eager_input_streaming": "calls come whole",
     },
 )
-CHOSEN = Contract(Choice)
+CHOSEN = Contract(ToolChoice)
 
 
 def read_turns(value: Any) -> list[dict[str, Any]]:
@@ -140,11 +140,11 @@ def read_choice(value: Any) -> str | tuple[str]:
     """Which calls are asked for, as `Tooled.tool_choice`."""
     choice = validated(CHOSEN, value, "tool_choice")
     match choice:
-        case Choice(type="tool", name=str(name)):
+        case ToolChoice(type="tool", name=str(name)):
             return (name,)
-        case Choice(type="auto" | "none", name=None):
+        case ToolChoice(type="auto" | "none", name=None):
             return str(choice.type)
-        case Choice(type="any", name=None):
+        case ToolChoice(type="any", name=None):
             return "required"
     raise unfit("tool_choice", value, 'a name beside "type": "tool", and only there')
 

@@ -11,7 +11,7 @@ from train.data.corpus import Corpus, write_answers
 from train.data.read import Example, spread
 from train.engines.answers.check_model import check_model
 from train.engines.answers.known_parts import Part
-from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
+from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, WantedAnswer
 from train.engines.ask_servers import REFUSED, UNANSWERED, ask_servers
 from train.engines.launch import engine_in_words, launched
 from train.measure.ranks import Ranks
@@ -37,7 +37,7 @@ class PartWriter:
         self._open: dict[int, Part] = {}  # by row number
         self._answered = self.tokens = 0
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[WantedAnswer]:
         """The rows without an answer, in order. A part is opened when its first row is wanted."""
         for part in self._parts:
             numbers = list(part.keys)
@@ -50,9 +50,9 @@ class PartWriter:
             jobs = zip(numbers, part.jobs, strict=True)
             prompts = self._corpus.prompts(e for n, (e, _) in jobs if n not in part.answers)
             for number, prompt in zip(missing, prompts, strict=True):
-                yield Row(number, prompt)
+                yield WantedAnswer(number, prompt)
 
-    def add(self, row: Row, answer: Answer) -> None:
+    def add(self, row: WantedAnswer, answer: Answer) -> None:
         """Keep an answer; write its part if that is whole. Raises UserError if too many of the
         part's answers cannot be used."""
         part = self._open.pop(row.number)

@@ -9,7 +9,7 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
+from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, WantedAnswer
 from train.engines.ask_servers import ask_servers
 from train.settings.server_config import ServerConfig
 
@@ -30,7 +30,7 @@ def check_model(
 ) -> None:
     """Let each server answer a few prompts greedily, and compare the tokens with the target's
     logits. Raises UserError if a server runs another model, or does not answer."""
-    rows = [Row(-1 - number, prompt) for number, prompt in enumerate(prompts)]
+    rows = [WantedAnswer(-1 - number, prompt) for number, prompt in enumerate(prompts)]
     greedy = replace(
         settings,
         sampling=Sampling(),
@@ -54,10 +54,14 @@ def check_model(
 
 
 def _ask(
-    url: str, rows: Sequence[Row], target: Target, config: ServerConfig, settings: AskSettings
+    url: str,
+    rows: Sequence[WantedAnswer],
+    target: Target,
+    config: ServerConfig,
+    settings: AskSettings,
 ) -> list[tuple[list[int], Answer]]:
     """The usable answers of one server with their prompts. Raises UserError if there are none."""
-    answers: dict[Row, Answer] = {}
+    answers: dict[WantedAnswer, Answer] = {}
     reader = AnswerReader.of_target(target, settings)
     ask_servers([url], rows, config, settings, reader, answers.__setitem__)
     usable = [(row.prompt, answer) for row, answer in answers.items() if answer.tokens]

@@ -17,7 +17,7 @@ from decode.model.loading import Target
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class WantedAnswer:
     """One answer that is wanted. number: unique in the stage. prompt: token ids."""
 
     number: int
@@ -36,7 +36,7 @@ class AskSettings:
     logprobs: int = 0
     model: str | None = None
 
-    def row_seed(self, row: Row) -> int:
+    def row_seed(self, row: WantedAnswer) -> int:
         """A seed of 31 bits from the stage's seed and the row's number."""
         digest = hashlib.sha256(f"{self.seed} {row.number}".encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
@@ -64,7 +64,7 @@ class Protocol(ABC):
     path: ClassVar[str]
 
     @abstractmethod
-    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+    def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
         """The request for one row."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Completions(Protocol):
 
     path = "/v1/completions"
 
-    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+    def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
         sampling = settings.sampling
         return {
             "model": settings.model,
@@ -133,7 +133,7 @@ class LlamaServer(Protocol):
     path = "/completion"
     reasons: ClassVar[dict[str, str]] = {"eos": "stop", "word": "stop", "limit": "length"}
 
-    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+    def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
         sampling = settings.sampling
         return {
             "prompt": row.prompt,
