@@ -20,13 +20,11 @@ def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     PyTorch waits for the stream after a copy from pageable memory. So values for a CUDA device go
     through pinned memory. PyTorch keeps that memory until the copy is over.
     """
-    if device.type != "cuda":
-        return torch.as_tensor(values, device=device)
     tensor: Any = torch.as_tensor(values)
-    if tensor.device.type != "cpu":
-        return tensor.to(device)
-    with torch.cuda.device(device):  # else the memory belongs to the current GPU, perhaps idle
-        return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        with torch.cuda.device(device):  # else the memory belongs to the current GPU, perhaps idle
+            return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def reads_are_free(device: torch.device) -> bool:

@@ -175,14 +175,12 @@ class FewRowsPass:
         texts, tokens, _ = states.shape
         rows = texts * tokens
         # Where each token of the pass is: its text, and its place among those of the text.
-        self._rows, self._columns = np.divmod(np.arange(rows), tokens)
-        if real is not None:
-            self._rows, self._columns = real.rows, real.columns
+        every = np.divmod(np.arange(rows), tokens) if real is None else (real.rows, real.columns)
+        self._rows, self._columns = every
         widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
         self._scratch = states.new_empty(rows, sum(widths))
-        first, step = self._scratch.data_ptr(), rows * states.itemsize
-        # The addresses of its parts.
-        self._places = [first + step * x for x in accumulate(widths[:-1], initial=0)]
+        address, step = self._scratch.data_ptr(), rows * states.itemsize
+        self._places = [address + step * x for x in accumulate(widths[:-1], initial=0)]
         self._passes: dict[Any, _Pass] = {}
         self._kept: list[Any] = []  # their memory lives as long as the addresses
 
