@@ -424,12 +424,12 @@ class Pieces:
             await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": more})
 
 
-SHORT = replace(LIMITS, header_seconds=0.2, body_seconds=0.2, unread_seconds=1.0)
+SHORT = replace(LIMITS, header_seconds=0.5, body_seconds=0.5, unread_seconds=2.0)
 
 
 def test_what_works_for_its_client_is_not_cut() -> None:
     """An answer that waits and then takes many times as long as each limit, read slowly."""
-    app = Pieces(20, 1.5)
+    app = Pieces(20, 2.5)
     with upstream.served(app, limits=SHORT) as url:
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), 10) as line:
