@@ -39,14 +39,13 @@ class LeanLayer(nn.Module):
     ) -> Tensor:
         """[B, n, H] → [B, n, H]. attention_input: [B, n, R], if attention does not read the normed
         states."""
-        layer = self.few_rows
-        if layer is not None and rotation is not None and isinstance(attend, SlotAttention):
+        if self.few_rows is not None and rotation is not None and isinstance(attend, SlotAttention):
             mask, slots = attend.mask, attend.slots
             if FewRowsPass.fits(states, [rotation], [mask], [slots]):
                 states = states.contiguous()
                 read = None if attention_input is None else attention_input.contiguous()
-                alone = FewRowsPass(states, [layer])
-                return alone.run(layer, states, rotation, mask, slots, attention_input=read)
+                alone = FewRowsPass(states, [self.few_rows])
+                return alone.run(self.few_rows, states, rotation, mask, slots, attention_input=read)
         return self.feed_forward(self.attention(states, rotation, attend, attention_input))
 
     def attention(
