@@ -199,8 +199,8 @@ def test_a_server_that_answers_nothing_is_given_up() -> None:
     ],
 )
 def test_faults_of_servers_are_named(fault: Any, said: str) -> None:
+    seconds = 0.2 if fault == 5.0 else 30.0
     with served(AnswerEngine(faults=[fault]).app()) as url, pytest.raises(UserError, match=said):
-        seconds = 0.2 if fault == 5.0 else 30.0
         draftsmith.audit(url, TARGET, PROMPTS[:1], timeout_seconds=seconds, retries=0)
 
 

@@ -269,6 +269,11 @@ def lack_a_shard(directory: Path) -> None:
         (lambda path: edit_json(path / "config.json", dtype="float33"), "float33"),
         (lambda path: edit_json(path / "generation_config.json", eos_token_id="</s>"), "</s>"),
         (lambda path: edit_json(path / "config.json", num_attention_heads=3), "multiple of the"),
+        (
+            lambda path: edit_json(path / "config.json", text_config={"a": 1}),
+            r"how many tokens the model has: found \{'a': 1\}; expected",
+        ),
+        (lambda path: edit_json(path / "config.json", vocab_size=0), "found vocab_size 0; exp"),
         (lack_a_shard, r"lacks model-00002.* \(1 of 2 files that model.safetensors.index"),
         (
             lambda path: edit_json(path / "config.json", model_type="llava"),

@@ -219,7 +219,7 @@ class SmallLMDrafter(VerifyingDrafter):
 
     def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as read, as far as the cache lacks
-        them, for the rows that draft (`drafting`, bool [B]). A row that lacks many is fed alone.
+        them, for the rows that draft (`drafting`, bool [B]).
 
         Returns the logits after the last of these tokens, [B, V'], valid in the rows that draft;
         None if they lack nothing."""

@@ -118,6 +118,7 @@ def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) ->
     with _explained(source, "config"):
         config = transformers.AutoConfig.from_pretrained(source, **where)
     _require_causal(source, config, encoder)
+    _require_tokens(source, config)
     if header is not None:
         with _explained(source, "config"), torch.device("meta"):
             gguf_settings.set_config(config, header)
@@ -185,6 +186,19 @@ def _require_causal(source: str, config: Any, encoder: bool) -> None:
             f"{source} is not a causal language model: its config names "
             f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
             "Name a decoder-only model with its output layer."
+        )
+
+
+def _require_tokens(source: str, config: Any) -> None:
+    """A nested config that transformers does not know stays what the file has there."""
+    with _explained(source, "config"):
+        text = config.get_text_config()
+    size = getattr(text, "vocab_size", None)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        found = f"vocab_size {size!r}" if isinstance(text, transformers.PreTrainedConfig) else text
+        raise UserError(
+            f"the config of {source} does not say how many tokens the model has: found "
+            f"{found!s:.100}; expected a vocab_size of 1 or more in the config of its text model"
         )
 
 
