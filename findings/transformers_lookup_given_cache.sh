@@ -41,9 +41,9 @@ for name, drafts in (("without drafts", {}), ("with prompt lookup", {"prompt_loo
     for prompt in prompts:
         first = answer(prompt, **drafts)
         text = [*first.sequences[0].tolist(), 5, 6, 7, 8]
-        second = answer(text, cache=first.past_key_values, **drafts)
+        second = answer(text, cache=first.cache, **drafts)
         right[name] += torch.equal(second.sequences, answer(text).sequences)
-    held, length = second.past_key_values.get_seq_length(), second.sequences.shape[1]
+    held, length = second.cache.get_seq_length(), second.sequences.shape[1]
     print(
         f"{name}: {right[name]} of {len(prompts)} second answers right, "
         f"a cache of {held} tokens for {length}"
