@@ -162,7 +162,7 @@ class TenantLearner:
     def _collect(self) -> Step:
         state = self.state
         version = state.versions + 1
-        # Only what was learnt from before may be gone by now: it was deleted.
+        # Records may have been deleted since the cycle was due, or all of them.
         records = self._usable()[0][-self.config.max_records :]
         work = self._directory(version) / "work"
         shutil.rmtree(work, ignore_errors=True)
@@ -171,7 +171,8 @@ class TenantLearner:
         training, judging = self._run(version).write(records)
         ids = json.dumps([record["id"] for record in records])
         write_file(self._directory(version) / LEARNT_FILE, ids)
-        state.versions, state.cycle_newest = version, records[-1]["time"]
+        state.versions = version
+        state.cycle_newest = records[-1]["time"] if records else state.newest
         state.cycle = CycleOutcome(
             version=version, kept=False, reason="", records=training, held_out=judging
         )
