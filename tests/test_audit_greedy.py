@@ -267,6 +267,21 @@ def test_what_would_be_refused_is_refused_before_anything_is_asked(
         draftsmith.audit("http://127.0.0.1:9", TARGET, prompts, AuditOptions(**options))
 
 
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"baseline": "http://127.0.0.1:10"}, "there is a baseline"),
+        ({"drafter": SmallLMDrafter(TARGET.model), "gamma": 0}, "gamma is 0"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_anything_is_asked(
+    parts: dict[str, Any], said: str
+) -> None:
+    options = AuditOptions(exact=100, sampling=Sampling(1.0, top_k=4))
+    with pytest.raises(UserError, match=said):
+        draftsmith.audit("http://127.0.0.1:9", TARGET, PROMPTS[:2], options, **parts)
+
+
 def test_the_parts_share_the_level() -> None:
     def level(drafter: Any = None, **options: Any) -> float:
         made = AuditOptions(**options)
