@@ -627,6 +627,12 @@ HEADS_RUN = (
 )
 
 
+def test_an_engine_that_does_not_read_the_export_is_refused_at_the_start(base: Path) -> None:
+    config = read_learn_config(base / "learn.yaml").model_copy(update={"verify": "llama-server"})
+    with pytest.raises(UserError, match="llama-server reads gguf"):
+        require_ready(config)
+
+
 def test_heads_continue_from_the_serving_drafter(base: Path) -> None:
     """A cycle trains them from where the serving ones are, not anew."""
     target = load_target(str(base / "target"))

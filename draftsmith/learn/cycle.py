@@ -29,10 +29,15 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
-from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
+from draftsmith.auditing.verify_export import engine_for, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
-from draftsmith.export.export_directory import Measuring, check_export, export_drafter
+from draftsmith.export.export_directory import (
+    Measuring,
+    check_export,
+    export_drafter,
+    planned_layout,
+)
 from draftsmith.learn.learn_config import LearnConfig
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
 from draftsmith.learn.record.records import LEARNT_FILE, Records
@@ -420,12 +425,12 @@ class TenantLearner:
 
 def require_ready(config: LearnConfig) -> None:
     """Raise UserError for what would stop a cycle after hours: a damaged drafter, a run that does
-    not fit, an engine to verify with that is not installed."""
+    not fit, an engine to verify with that is not installed or does not read the export."""
     drafter = Path(config.drafter)
     describe_drafter(drafter)
     run_settings(config, Path(config.directory), drafter, "version-1")
     if config.verify is not None:
-        require_engine(config.verify)
+        engine_for(config.verify, planned_layout(drafter, config.form))
 
 
 def _rate(rate: float | None) -> str:
