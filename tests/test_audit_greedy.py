@@ -120,6 +120,34 @@ def test_each_text_is_compared_with_its_own_baseline() -> None:
     assert [x.name for x in found if x.verdict is Judgement.WRONG] == ["tokens beside the baseline"]
 
 
+def test_a_worse_token_than_the_baselines_worst_may_be_chance() -> None:
+    """Each of two servers of one law has the worst of all tokens as often as the other. One that no
+    such law explains is still found, and without common prompts nothing is said."""
+    shape = texts_of(rounded, 0, texts=1)[0]
+
+    def drawn(seed: int, first: int = 0) -> list[JudgedText]:
+        rng = np.random.default_rng(seed)
+        found = []
+        for number in range(first, first + 32):
+            tokens, gap = rng.integers(0, VOCAB, (2, 30))
+            gap = np.where(gap % 5 == 0, rng.exponential(0.2, 30), 0.0)
+            text = EngineText(number, shape.text.prompt, tokens.tolist())
+            found.append(JudgedText(**vars(shape) | {"text": text, "gap": gap}))
+        return found
+
+    worse = 0
+    for seed in range(0, 40, 2):
+        texts, baseline = drawn(seed), drawn(seed + 1)
+        worse += max(x.gap.max() for x in texts) > max(x.gap.max() for x in baseline)
+        found = greedy_findings(texts, 1e-3, baseline)
+        assert {x.verdict for x in found} == {Judgement.EQUAL}, found
+    assert worse > 5
+    tokens, beside = greedy_findings(texts, 1e-3, drawn(1, first=32))
+    assert (tokens.verdict, beside.verdict) == (Judgement.EQUAL, Judgement.UNJUDGED)
+    texts[0].gap[3] = 6.0
+    assert greedy_findings(texts, 1e-3, baseline)[0].verdict is Judgement.WRONG
+
+
 def test_tails_of_signs_and_of_counts() -> None:
     assert tails.binomial_tail(4, 9, 0.25) == pytest.approx(scipy_stats.binom.sf(3, 9, 0.25))
     assert tails.sign_tail([1.0] * 10) == pytest.approx(2.0**-10)
@@ -237,6 +265,21 @@ def test_what_would_be_refused_is_refused_before_anything_is_asked(
     prompts = [[5, 4000]] if not options else PROMPTS[:2]
     with pytest.raises(UserError, match=said):
         draftsmith.audit("http://127.0.0.1:9", TARGET, prompts, AuditOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"baseline": "http://127.0.0.1:10"}, "there is a baseline"),
+        ({"drafter": SmallLMDrafter(TARGET.model), "gamma": 0}, "gamma is 0"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_anything_is_asked(
+    parts: dict[str, Any], said: str
+) -> None:
+    options = AuditOptions(exact=100, sampling=Sampling(1.0, top_k=4))
+    with pytest.raises(UserError, match=said):
+        draftsmith.audit("http://127.0.0.1:9", TARGET, PROMPTS[:2], options, **parts)
 
 
 def test_the_parts_share_the_level() -> None:

@@ -1,6 +1,7 @@
 """Who may call a server: hosts, origins, content types and keys."""
 
 import json
+from base64 import b64encode
 from urllib.parse import quote
 
 import pytest
@@ -78,7 +79,11 @@ def test_who_is_let_in(
 @pytest.mark.parametrize("key", ["admin", "c2VjcmV0LWtleQ==", "a+b/c=", "=x;y", "ключ"])
 def test_an_admin_key_is_seen_wherever_it_is_sent(key: str) -> None:
     guard = Guard(admin_key=key)
-    for sent in (f"Bearer {key}", key, f'a="{key}"; b=c', f"x={key}", f"key={quote(key, safe='')}"):
+    quoted, basic = quote(key, safe=""), b64encode(f"name:{key}".encode()).decode()
+    for sent in (
+        *(f"Bearer {key}", key, f'a="{key}"; b=c', f"x={key}", f"key={quoted}"),
+        *(f"Basic {basic}", f"basic  {basic}", f"/v1/{quoted}/models", f"/{key}"),
+    ):
         assert guard.shows_admin_key([b"a=b", sent.encode()]), sent
     assert not guard.shows_admin_key([f"Bearer {key}s".encode(), f"Bearer my-{key}".encode()])
     assert not Guard().shows_admin_key([b"", key.encode()])

@@ -493,7 +493,7 @@ def test_a_gain_that_may_be_chance_swaps_nothing(
     assert outcome.reason.startswith("not better for certain")
 
 
-@pytest.mark.parametrize("rows", ["repeated", "without samples"])
+@pytest.mark.parametrize("rows", ["repeated", "deleted", "without samples"])
 def test_no_rows_to_train_on_are_waited_for(
     site: Site, monkeypatch: pytest.MonkeyPatch, rows: str
 ) -> None:
@@ -508,6 +508,12 @@ def test_no_rows_to_train_on_are_waited_for(
         outcome = learner.once()
         assert outcome is not None
         assert outcome.reason.startswith("too few records: 0 are left to learn from")
+    elif rows == "deleted":
+        monkeypatch.setattr(Records, "read", lambda self, after=0.0: [])
+        learner.state.step = "collect"
+        outcome = learner.once()
+        assert outcome is not None
+        assert outcome.reason.startswith("too few records: 0 are left to learn from, and 0")
     else:
         run = site.base / "run.yaml"
         short = run.read_text("utf-8").replace("text: data", "text: data\n    max_length: 2")
@@ -517,7 +523,8 @@ def test_no_rows_to_train_on_are_waited_for(
         assert outcome.reason.startswith("no sample to train on")
     assert not outcome.kept
     assert learner.state.step == "wait"
-    monkeypatch.undo()
+    if rows != "deleted":
+        monkeypatch.undo()
     assert learner.once() is None  # nothing is new
 
 
@@ -618,6 +625,12 @@ HEADS_RUN = (
     optimizer: {{lr: 1e-3}}
 """
 )
+
+
+def test_an_engine_that_does_not_read_the_export_is_refused_at_the_start(base: Path) -> None:
+    config = read_learn_config(base / "learn.yaml").model_copy(update={"verify": "llama-server"})
+    with pytest.raises(UserError, match="llama-server reads gguf"):
+        require_ready(config)
 
 
 def test_heads_continue_from_the_serving_drafter(base: Path) -> None:

@@ -165,6 +165,8 @@ def test_requests_that_no_engine_should_get(tmp_path: Path) -> None:
         for sent in (twice, {"x-api-key": ADMIN_KEY}, {"cookie": f"a=b; key={ADMIN_KEY}"}):
             assert client.get("/echo/x", headers=sent).status_code == 403
         assert client.get("/echo/x", params={"key": ADMIN_KEY}).status_code == 403
+        assert client.get("/echo/x", auth=("admin", ADMIN_KEY)).status_code == 403
+        assert client.get(f"/{ADMIN_KEY}/x").status_code == 403
         assert engine.asked == []
         # The engine's own paths of this kind ask for nothing of ours.
         assert client.post("/v1/load_lora_adapter", json={}).status_code == 404

@@ -7,12 +7,18 @@ The first token of an answer comes from the pass over its prompt, before anythin
 first tokens show whether the server has the target's weights, and the others what drafts change.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.auditing.tails import martingale_tail, sign_tail, smallest_excess
+from draftsmith.auditing.tails import (
+    chi_square_limit,
+    martingale_tail,
+    sign_tail,
+    smallest_excess,
+)
 from draftsmith.auditing.texts import JudgedText
 
 GROUP = "greedy"
@@ -32,12 +38,12 @@ def greedy_findings(
     than the target, and the others are not judged.
 
     level: the probability that rounding alone is called wrong. baseline: the greedy texts of a
-    server whose weights may be other ones. What its own tokens are below the target's likeliest is
-    then rounding.
+    server whose weights may be other ones. How far its own tokens are below the target's likeliest
+    says what such weights explain.
     """
     if baseline is not None:
-        worst = max((float(text.gap.max()) for text in baseline), default=0.0)
-        return [_tokens(texts, worst), _beside(texts, baseline, level)]
+        least = _allowance(texts, baseline, level / 2)
+        return [_tokens(texts, least), _beside(texts, baseline, level / 2)]
     weights = _weights(texts)
     if weights.verdict is not Judgement.EQUAL:
         return [weights]
@@ -91,6 +97,24 @@ def _tokens(texts: Sequence[JudgedText], least: float = 0.0) -> Finding:
     return Finding(GROUP, "tokens", Judgement.WRONG, detail)
 
 
+def _allowance(texts: Sequence[JudgedText], baseline: Sequence[JudgedText], level: float) -> float:
+    """The gap that no token of `texts` exceeds with probability 1 − level, if its tokens have the
+    law of the baseline's.
+
+    After two texts part, their gaps are other draws: the larger one of two worst gaps is as often
+    the one's as the other's. So the tail of the gaps is taken, as exponential, which tails of
+    errors are not heavier than. Its mean is bounded from above by the baseline's gaps (2nx̄/m has
+    the law χ² with 2n degrees of freedom). Half of the level is for the mean, half for the tail.
+    What the baseline itself does is never wrong."""
+    gaps = np.concatenate([text.gap for text in baseline])
+    gaps = gaps[gaps > 0]
+    count = sum(int((text.gap > 0).sum()) for text in texts)
+    if not count or not len(gaps):
+        return 0.0
+    mean = 2 * float(gaps.sum()) / chi_square_limit(2 * len(gaps), 1 - level / 2)
+    return max(float(gaps.max()), mean * math.log(2 * count / level))
+
+
 def _rounding(texts: Sequence[JudgedText], level: float) -> Finding:
     """Are as many tokens below the likeliest, and as far, as rounding explains?
 
@@ -128,11 +152,15 @@ def _beside(texts: Sequence[JudgedText], baseline: Sequence[JudgedText], level: 
     Where the texts of a prompt part, both servers have read the same. If rounding alone parts
     them, either choice may have been either server's: the difference of their gaps has a random
     sign, whatever the weights are. So has that of their sums over all later places."""
+    name = "tokens beside the baseline"
     of_prompt = {text.text.number: text for text in baseline}
+    both = [(text, of_prompt.get(text.text.number)) for text in texts]
+    compared = [(text, other) for text, other in both if other is not None]
+    if not compared:
+        detail = "no prompt has an answer of both servers that can be judged"
+        return Finding(GROUP, name, Judgement.UNJUDGED, detail)
     parts, sums, same = [], [], 0
-    for text in texts:
-        if (other := of_prompt.get(text.text.number)) is None:
-            continue
+    for text, other in compared:
         pairs = list(zip(text.text.tokens, other.text.tokens, strict=False))
         at = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
         same += len(pairs) if at is None else at
@@ -141,14 +169,14 @@ def _beside(texts: Sequence[JudgedText], baseline: Sequence[JudgedText], level: 
             sums.append(text.gap[at:].mean() - other.gap[at:].mean())
     p = min(1.0, 2 * min(sign_tail(parts), sign_tail(sums)))
     detail = (
-        f"{same} tokens are those of the baseline; {len(parts)} of {len(texts)} texts part from "
+        f"{same} tokens are those of the baseline; {len(parts)} of {len(compared)} texts part from "
         f"it, with tokens {np.mean(parts) if parts else 0.0:+.3g} further below the likeliest "
         f"there and {np.mean(sums) if sums else 0.0:+.3g} from there on"
     )
     needed = next(n for n in range(1, 200) if 2 * sign_tail([1.0] * n) < level)
     verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     sees = f"{needed} texts that part, all to less likely tokens"
-    return Finding(GROUP, "tokens beside the baseline", verdict, detail, p, sees)
+    return Finding(GROUP, name, verdict, detail, p, sees)
 
 
 def _first(texts: Sequence[JudgedText], least: float) -> str:

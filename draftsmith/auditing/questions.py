@@ -6,7 +6,7 @@ from functools import cached_property
 
 import torch
 
-from decode.base.errors import UserError
+from decode.base.errors import UserError, require_whole
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES, Target
@@ -66,6 +66,13 @@ class Questions:
                 f"exact is {self.options.exact}, but the temperature is 0; short answers are "
                 "drawn, so set a temperature above 0, or leave exact out"
             )
+        if self.options.exact and len(self.urls) > 1:
+            raise UserError(
+                f"exact is {self.options.exact}, but there is a baseline, whose law is the one "
+                "to keep to; short answers are judged by the target's, so leave one of them out"
+            )
+        if self.drafter is not None:
+            require_whole(1, gamma=self.gamma)
         if self.drafter is not None and (depth := self.drafter.max_depth(self.gamma)) < self.gamma:
             raise UserError(
                 f"gamma is {self.gamma}, but the drafter drafts at most {depth} tokens; give the "

@@ -29,10 +29,15 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
-from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
+from draftsmith.auditing.verify_export import engine_for, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
-from draftsmith.export.export_directory import Measuring, check_export, export_drafter
+from draftsmith.export.export_directory import (
+    Measuring,
+    check_export,
+    export_drafter,
+    planned_layout,
+)
 from draftsmith.learn.learn_config import LearnConfig
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
 from draftsmith.learn.record.records import LEARNT_FILE, Records
@@ -162,7 +167,7 @@ class TenantLearner:
     def _collect(self) -> Step:
         state = self.state
         version = state.versions + 1
-        # Only what was learnt from before may be gone by now: it was deleted.
+        # Records may have been deleted since the cycle was due, or all of them.
         records = self._usable()[0][-self.config.max_records :]
         work = self._directory(version) / "work"
         shutil.rmtree(work, ignore_errors=True)
@@ -171,7 +176,8 @@ class TenantLearner:
         training, judging = self._run(version).write(records)
         ids = json.dumps([record["id"] for record in records])
         write_file(self._directory(version) / LEARNT_FILE, ids)
-        state.versions, state.cycle_newest = version, records[-1]["time"]
+        state.versions = version
+        state.cycle_newest = records[-1]["time"] if records else state.newest
         state.cycle = CycleOutcome(
             version=version, kept=False, reason="", records=training, held_out=judging
         )
@@ -419,12 +425,12 @@ class TenantLearner:
 
 def require_ready(config: LearnConfig) -> None:
     """Raise UserError for what would stop a cycle after hours: a damaged drafter, a run that does
-    not fit, an engine to verify with that is not installed."""
+    not fit, an engine to verify with that is not installed or does not read the export."""
     drafter = Path(config.drafter)
     describe_drafter(drafter)
     run_settings(config, Path(config.directory), drafter, "version-1")
     if config.verify is not None:
-        require_engine(config.verify)
+        engine_for(config.verify, planned_layout(drafter, config.form))
 
 
 def _rate(rate: float | None) -> str:

@@ -177,7 +177,8 @@ class TrainingRun:
         that do not fit the target's context are left out."""
         train, held_out = split_by_time(records, self.config.held_out)
         write_rows(self.work / HELD_OUT, held_out)
-        fitting = {e.id for e, ids in self._prompts() if len(ids) <= self._room}
+        prompts = self._prompts() if held_out else []  # a file without rows is a fault
+        fitting = {e.id for e, ids in prompts if len(ids) <= self._room}
         held_out = [record for record in held_out if record["id"] in fitting]
         write_rows(self.work / HELD_OUT, held_out)
         write_rows(self.work / TRAIN, train)

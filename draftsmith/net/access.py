@@ -6,6 +6,7 @@ here (then `Host` is that name), call from another site (then `Origin` is that s
 without asking (then the content type is not JSON).
 """
 
+import base64
 import hmac
 import ipaddress
 import re
@@ -73,11 +74,13 @@ class Guard:
         )
 
     def shows_admin_key(self, sent: Iterable[bytes]) -> bool:
-        """Whether a value that was sent, a header's or the query, has the admin key as a word, as
-        it is or as URLs write it."""
+        """Whether a value that was sent, a header's, the path or the query, has the admin key as a
+        word, as it is, as URLs write it, or as Basic authentication does."""
         key = (self.admin_key or "").encode()
         return bool(key) and any(
-            _has_word(text, key) for one in sent for text in {one, unquote_to_bytes(one)}
+            _has_word(text, key)
+            for one in sent
+            for text in {one, unquote_to_bytes(one), _basic_text(one)}
         )
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -136,7 +139,8 @@ class Guard:
         return ApiError(415, f"the content type is {shown}; expected application/json")
 
 
-_WORD_END = re.compile(rb"[\s,;=&\"]")  # in headers and queries; a key may have them too
+# In headers, paths, queries, and between a name and its password; a key may have them too.
+_WORD_END = re.compile(rb"[\s,;=&\"'/:]")
 
 # Without keys: for programs of this machine, and the server's own page.
 LOCAL = Guard()
@@ -161,6 +165,14 @@ def bearer_key(authorization: str) -> bytes:
     (RFC 9110, 11.1)."""
     scheme, _, key = authorization.partition(" ")
     return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
+
+
+def _basic_text(authorization: bytes) -> bytes:
+    """NAME:PASSWORD of Basic authentication (RFC 7617). Empty: it is none."""
+    scheme, _, credentials = authorization.strip().partition(b" ")
+    with suppress(ValueError):
+        return base64.b64decode(credentials + b"==") if scheme.lower() == b"basic" else b""
+    return b""
 
 
 def media_type(content_type: str) -> str:

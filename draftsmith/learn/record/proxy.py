@@ -122,8 +122,9 @@ class RecordingProxy:
         if not (scope.get("raw_path") or b"/").startswith((b"/", b"*")):
             raise ApiError(400, "the target of the request is an address; expected a path")
         # Other APIs have other headers for a key, and a header may come twice.
-        values = [value for _, value in scope["headers"]]
-        if self.guard.shows_admin_key([*values, scope["query_string"]]):
+        sent = [value for _, value in scope["headers"]]
+        sent += [scope["query_string"], scope.get("raw_path") or scope["path"].encode()]
+        if self.guard.shows_admin_key(sent):
             message = f"this key is for {ADMIN} alone and is not passed on; send the engine's key"
             raise ApiError(403, message, code="admin_key_not_passed_on")
 
