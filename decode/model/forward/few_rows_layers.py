@@ -175,8 +175,9 @@ class FewRowsPass:
         texts, tokens, _ = states.shape
         rows = texts * tokens
         # Where each token of the pass is: its text, and its place among those of the text.
-        every = np.divmod(np.arange(rows), tokens) if real is None else (real.rows, real.columns)
-        self._rows, self._columns = every
+        self._rows, self._columns = np.divmod(np.arange(rows), tokens)
+        if real is not None:
+            self._rows, self._columns = real.rows, real.columns
         widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
         self._scratch = states.new_empty(rows, sum(widths))
         address, step = self._scratch.data_ptr(), rows * states.itemsize
