@@ -25,7 +25,7 @@ FOUND = {
     for path in (ROOT / folder).rglob(kind)
 }
 # Of the manual; it had 4,320.
-LINES = 3545
+LINES = 3190
 PAGES = sorted({*FOUND, "README.md", "CONTRIBUTING.md"} - {*MADE})
 
 
