@@ -43,7 +43,7 @@ help:
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
 	@echo "make test-quantised the tests of targets that torchao quantised"
 	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
-	@echo "make test-peers   losses and gradients beside those of other trainers"
+	@echo "make test-peers   losses and gradients beside those of other trainers: 3 GB"
 	@echo "make findings     what public packages do that one would guess wrong: still so, or changed"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 

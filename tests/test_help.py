@@ -85,7 +85,8 @@ def test_a_decoder_without_a_drafter_decodes_plainly() -> None:
 
 def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
     target = str(save_tiny(tmp_path / "target"))
-    options = ["--target", target, "--drafter", "none", "--max-new-tokens", "4"]
+    # Long enough that plain steps were timed.
+    options = ["--target", target, "--drafter", "none", "--max-new-tokens", "40"]
     result = CliRunner().invoke(app, ["chat", *options], input="a b\n")
     assert result.exit_code == 0, result.output
     assert "1.00 tokens per step" in result.output
@@ -107,7 +108,7 @@ def test_the_commands_have_few_options() -> None:
         for option in command.params
         if option.param_type_name == "option" and not option.hidden
     ]
-    assert len(counted) <= 302
+    assert len(counted) <= 299
 
 
 def test_settings_of_one_topic_are_one_option() -> None:

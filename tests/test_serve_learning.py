@@ -21,7 +21,6 @@ from distill.replay.replay_buffer import Record
 from draftsmith.cli.main import app
 from draftsmith.serve.learner import (
     LearnOptions,
-    learning_config,
     open_learning_drafter,
 )
 from heads.online_heads import HeadStudent
@@ -41,10 +40,10 @@ from tests.service import (
 from tests.test_online_heads import heads_of
 from tests.tiny import tiny_target
 
-CONFIG = learning_config(
+CONFIG = LearnOptions.of(
     "every_requests=4,steps=12,tokens_per_batch=512,accepted=0.5,k=64,holdout_every=2,"
     "optimizer={'lr':1e-2,'warmup_steps':1,'schedule':'constant'}"
-)
+).config
 GREEDY = DecodeSettings(gamma=2)
 
 
@@ -257,7 +256,9 @@ def test_what_cannot_learn_is_refused(endless: Any) -> None:
     for options, problem in (
         ("stepss=3", 'no option of learning. Did you mean "steps"'),
         ("steps=0", "steps of learning: Input should be greater"),
+        ("threads=0", "threads of learning: Input should be greater"),
+        ("idle_seconds=-1", "idle_seconds of learning: Input should be greater"),
         ("every_requests=none", "set every_requests or every_rejected"),
     ):
         with pytest.raises(UserError, match=problem):
-            learning_config(options)
+            LearnOptions.of(options)

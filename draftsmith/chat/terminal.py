@@ -172,12 +172,12 @@ def figures_line(answer: ChatReply) -> str:
         parts.append(f"{counts.tokens_per_step:.2f} tokens per step")
         parts.append(f"acceptance rate {format_number(finite(counts.acceptance_rate))}")
         parts.append(f"{answer.tokens_per_second:.1f} tokens/s")
-    if plain is None and finite(counts.acceptance_rate) is None:
+    if plain is not None and answer.tokens_per_second is None:
+        parts.append(f"{1 / plain:.1f} tokens/s ({answer.plain_steps} steps timed)")
+    elif finite(counts.acceptance_rate) is None:
         parts.append("no drafts to compare with plain decoding")
     elif plain is None:
         parts.append("too few plain steps timed yet to compare with plain decoding")
-    elif answer.speedup is None:
-        parts.append(f"{1 / plain:.1f} tokens/s ({answer.plain_steps} steps timed)")
     else:
         parts.append(f"{answer.speedup:.2f}× plain decoding ({answer.plain_steps} steps timed)")
     return f"[{', '.join(parts)}]"

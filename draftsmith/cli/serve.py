@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -64,15 +64,13 @@ class LearnOptionGroup:
         typer.Option(help="directory for versions and records, to continue after a restart"),
     ] = None
     learn_options: Annotated[
-        str, typer.Option(help="option=value,… as under learning of the online stage")
+        str,
+        typer.Option(
+            help="option=value,… as under learning of the online stage, and idle_seconds=2 without "
+            "a text before a round (0: at any time), threads=1 of the CPU, device=cuda:1 (default: "
+            "the target's)"
+        ),
     ] = ""
-    learn_idle: Annotated[
-        float, typer.Option(help="seconds without a text before a round; 0: learn at any time")
-    ] = 2.0
-    learn_threads: Annotated[int, typer.Option(help="CPU threads for learning")] = 1
-    learn_device: Annotated[
-        str | None, typer.Option(help="device for learning, such as cuda:1; default: the target's")
-    ] = None
 
     @property
     def options(self) -> "LearnOptions | None":
@@ -82,16 +80,10 @@ class LearnOptionGroup:
             if self != LearnOptionGroup():
                 raise UserError("options of learning are given without --learn; add it")
             return None
-        from draftsmith.serve.learner import LearnOptions, learning_config
+        from draftsmith.serve.learner import LearnOptions
 
-        return LearnOptions(
-            learning_config(self.learn_options),
-            "all" if self.learn_from is LearnSource.ALL else "store",
-            self.learn_dir,
-            self.learn_idle,
-            self.learn_threads,
-            self.learn_device,
-        )
+        source: Literal["store", "all"] = "all" if self.learn_from is LearnSource.ALL else "store"
+        return LearnOptions.of(self.learn_options, source, self.learn_dir)
 
 
 def serve(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from decode.base.errors import UserError, nearest
 from decode.base.registry import Choice
@@ -46,22 +46,13 @@ CHUNK = 256  # tokens whose logits are in memory at a time
 POLL_SECONDS = 0.2
 
 
-def learning_config(options: str) -> OnlineConfig:
-    """From `option=value,…`. Raises UserError for an unknown option or a value that does not fit.
+class _Asked(OnlineConfig):
+    """What `LearnOptions.of` takes: the rounds and their data, and when and where a service
+    learns."""
 
-    >>> learning_config("steps=8,every_requests=32").steps
-    8
-    """
-    values = Choice.of(f"learning:{options}").options
-    try:
-        return OnlineConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(key) for key in first["loc"])
-        unknown = first["type"] == "extra_forbidden"
-        message = "is no option of learning" if unknown else first["msg"]
-        hint = nearest(name, OnlineConfig.model_fields) if unknown else ""
-        raise UserError(f"{name or 'options'} of learning: {message}.{hint}") from None
+    idle_seconds: float = Field(2.0, ge=0)
+    threads: int = Field(1, ge=1)
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +62,7 @@ class LearnOptions:
     config: the rounds and their data. source: the requests it learns from: those with
     `store: true`, or all. directory: for versions and records, to continue after a restart; None:
     in memory only. idle_seconds: a round begins after these seconds without a text; 0: at any
-    time. threads: the threads of the CPU, for learning. device: None: the target's. Raises
-    UserError for idle_seconds below 0 and threads below 1.
+    time. threads: the threads of the CPU, for learning. device: None: the target's.
     """
 
     config: OnlineConfig = field(default_factory=OnlineConfig)
@@ -82,11 +72,28 @@ class LearnOptions:
     threads: int = 1
     device: str | None = None
 
-    def __post_init__(self) -> None:
-        if not self.idle_seconds >= 0:
-            raise UserError(f"idle_seconds is {self.idle_seconds}; expected seconds ≥ 0")
-        if self.threads < 1:
-            raise UserError(f"threads is {self.threads}; expected at least 1")
+    @classmethod
+    def of(
+        cls, options: str, source: Literal["store", "all"] = "store", directory: Path | None = None
+    ) -> "LearnOptions":
+        """From `option=value,…`. Raises UserError for an unknown option or a value that does not
+        fit.
+
+        >>> LearnOptions.of("steps=8,threads=2").config.steps
+        8
+        """
+        try:
+            asked = _Asked.model_validate(Choice.of(f"learning:{options}").options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(key) for key in first["loc"])
+            unknown = first["type"] == "extra_forbidden"
+            message = "is no option of learning" if unknown else first["msg"]
+            hint = nearest(name, _Asked.model_fields) if unknown else ""
+            raise UserError(f"{name or 'options'} of learning: {message}.{hint}") from None
+        own = {name: getattr(asked, name) for name in ("idle_seconds", "threads", "device")}
+        config = OnlineConfig.model_validate(asked.model_dump(exclude=set(own)))
+        return cls(config, source, directory, **own)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
