@@ -140,15 +140,15 @@ test-clients: install $(CLIENTS)/agents/.installed $(CLIENTS)/proxies/.installed
 	$(VENV)/bin/python -m pytest -m client -rs tests/test_clients.py
 
 # SpecForge requires a serving engine; the losses that are compared need only torch.
-$(ENGINES)/peers/.installed: tests/peers.txt
+$(ENGINES)/peers/.installed: tools/peers.txt
 	$(PYTHON) -m venv --clear $(ENGINES)/peers
 	$(ENGINES)/peers/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(ENGINES)/peers/bin/pip install --quiet --requirement tests/peers.txt
+	$(ENGINES)/peers/bin/pip install --quiet --requirement tools/peers.txt
 	$(ENGINES)/peers/bin/pip install --quiet --no-deps specforge==0.2.0
 	touch $@
 
 test-peers: install engine-speculators $(ENGINES)/peers/.installed
-	$(VENV)/bin/python -m tests.peers
+	$(VENV)/bin/python -m tools.peers
 
 # cmake starts `make -j`: without a number that is one compiler for each file at once.
 CORES ?= $(shell nproc 2>/dev/null || echo 2)

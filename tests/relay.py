@@ -23,16 +23,6 @@ Fate = Literal["pass", "cut before", "cut after", "twice", "stall"]
 ChooseFate = Callable[[bytes, bool], Fate]
 
 
-def random_fates(seed: int, *, cuts: int = 0, stalls: int = 0, share: float = 0.1) -> ChooseFate:
-    """So many cuts and stalls at random frames, and no more. share: of the frames that meet one of
-    them, until all have happened."""
-    rng = random.Random(seed)
-    left: list[Fate] = [rng.choice(("cut before", "cut after")) for _ in range(cuts)]
-    left += ["stall"] * stalls
-    rng.shuffle(left)
-    return lambda frame, up: left.pop() if left and rng.random() < share else "pass"
-
-
 class Relay:
     """Forwards connections to a server on this machine. Use it as a context.
 

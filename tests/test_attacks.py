@@ -343,6 +343,7 @@ def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+@only("serve", "record", "verify-server", fixture="brief")  # watch reads as serve does
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.usefixtures("_no_traceback")
 def test_no_attack_lasts_whatever_it_goes_on_to_send(brief: Server, attack: str) -> None:

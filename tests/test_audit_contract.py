@@ -141,15 +141,15 @@ def poison(body: dict[str, Any]) -> bool:
     return bool(body["prompt"] == PROMPTS[1])
 
 
-@pytest.mark.parametrize("status", [500, 400])
 @pytest.mark.parametrize(
-    ("never", "unjudged", "said"),
+    ("never", "unjudged", "said", "status"),
     [
-        (poison, set(), {"answers": 1}),
-        (lambda body: poison(body) and "stop" in body, set(), {"stop strings": 3}),
-        (lambda body: poison(body) and body["stream"], set(), {"streams": 1}),
-        (lambda body: body["stream"], {"streams"}, {"streams": 6}),
-        (lambda body: bool(body["temperature"]), {"seeds"}, {"seeds": 12}),
+        (poison, set(), {"answers": 1}, 500),
+        (poison, set(), {"answers": 1}, 400),
+        (lambda body: poison(body) and "stop" in body, set(), {"stop strings": 3}, 400),
+        (lambda body: poison(body) and body["stream"], set(), {"streams": 1}, 500),
+        (lambda body: body["stream"], {"streams"}, {"streams": 6}, 400),
+        (lambda body: bool(body["temperature"]), {"seeds"}, {"seeds": 12}, 500),
     ],
 )
 def test_what_is_never_answered_costs_its_own_comparison_only(

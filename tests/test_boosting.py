@@ -18,10 +18,8 @@ from distill.settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
 from tests.stages import (
     DRAFTER,
-    drafter_weights,
     make_stage,
     plan_stage,
-    run_killed,
     run_stage,
     stage_context,
     with_examples,
@@ -30,7 +28,6 @@ from tests.test_distill import batch_of
 from tests.tiny import VOCAB, tiny_llama, tiny_target
 from train.data.chat_tokens import Sample
 from train.data.read import Example
-from train.loop import boosting
 from train.loop.boosting import ReadingSettings, TokenWeights, guesses
 from train.measure.ranks import Ranks
 from train.settings.training import BoostConfig
@@ -149,27 +146,6 @@ def test_boosted_drafters_cover_more_than_drafters_trained_alike(context: Any) -
     )
     assert outcomes[2].summary["missed_share"] > 0.1
     assert (one | three).float().mean() > (one | two).float().mean() + 0.05
-
-
-def test_a_boosted_training_survives_a_kill(
-    context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And its second start runs no earlier drafter."""
-    first = make_stage("distill", "first", **DRAFTER)
-    boosted = make_stage("distill", "boosted", first, **DRAFTER, boost={"missed_by": ["first"]})
-    weights, read = [], []
-    sound = boosting.guesses
-    monkeypatch.setattr(boosting, "guesses", lambda *args: read.append(1) or sound(*args))
-    for number in range(2):
-        inputs = stage_context(tmp_path / str(number), context.target)
-        run_stage(inputs, first)
-        ended = (
-            run_killed(inputs, boosted, monkeypatch, 4) if number else run_stage(inputs, boosted)
-        )
-        weights.append(drafter_weights(ended))
-    assert len(read) == 2
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_earlier_drafters_that_do_not_fit_are_refused(context: Any, tmp_path: Path) -> None:

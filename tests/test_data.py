@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -761,28 +759,13 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
         batches = Batches(lengths, tokens_per_batch=8192, seed=seed, epoch=epoch)
         return [batches.batch(i) for i in range(len(batches))]
 
-    # A new process, with another salt for Python's own hashes, sees the same trace.
-    code = (
-        "import json, sys; from train.data.batches import Batches; "
-        "b = Batches(json.load(sys.stdin), tokens_per_batch=8192, seed=5, epoch=2); "
-        "print(json.dumps([b.batch(i) for i in range(len(b))]))"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", code],
-        input=json.dumps(lengths),
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-        cwd=Path(__file__).parents[1],
-    )
     base = trace(5, 2)
-    assert json.loads(other.stdout) == base
     for another in (trace(5, 3), trace(6, 2)):
         assert another != base
         # Not only another order of the same batches: other samples meet in them.
         same = {frozenset(b) for b in base} & {frozenset(b) for b in another}
         assert len(same) < len(base) / 4
-    # Pinned, since a resumed run may meet another version of this code or of its libraries.
+    # Pinned: a resumed run is another process, maybe with another version of this code.
     pinned = [[2], [3], [4, 0], [1]]
     assert bucket_batches([5, 9, 5, 9, 2], tokens_per_batch=10, seed=0, epoch=1) == pinned
 

@@ -1,6 +1,5 @@
 """A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
 
-import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,13 +24,12 @@ from draftsmith.diagnosis import engine
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, as_keys, explain
-from draftsmith.diagnosis.mistakes import MISTAKES, with_heads
-from heads.heads_drafter import HeadsDrafter
+from draftsmith.diagnosis.mistakes import MISTAKES
 from tests.answer_server import AnswerEngine
 from tests.diagnosis_controls import GAMMA, KINDS, prompts, target, taught, through_service
 from tests.export import make_heads
 from tests.service import serving
-from tests.tiny import VOCAB, moved, tiny_target
+from tests.tiny import VOCAB, tiny_target
 from tests.upstream import served
 from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
@@ -107,17 +105,6 @@ def test_an_engine_that_accepts_nothing_has_one_of_the_mistakes_that_accept_noth
     assert explain(accepts(0), said | {"a": accepts(80), "b": accepts(80)}, {}).verdict == NONE
     # The counts of prompts that accept something say which.
     assert explain(accepts(90), said, {}).names == ("c",)
-
-
-@pytest.mark.thorough
-def test_a_service_that_drafts_what_no_text_has() -> None:
-    """Whatever it is that goes wrong: it accepts as little as some known mistakes do."""
-    drafter = taught("eagle3")
-    assert isinstance(drafter, HeadsDrafter)
-    found = diagnosed(with_heads(drafter, moved(copy.deepcopy(drafter.heads), 3.0)))
-    assert found.explanation.little
-    assert {"d2t_dropped", "d2t_absolute"} <= {*found.explanation.names}
-    assert "one of: " in found.headline
 
 
 def page(engine: str, drafted: int, *accepted: int, position: str = 'model_name="m",') -> str:

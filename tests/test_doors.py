@@ -167,9 +167,8 @@ def check(base: Path, place: Path, engine: str, wrapped: str, kind: str) -> None
     assert status_of(forked(partial(read, base, place, kind))) == 0
 
 
-# One kind of wrapping each; `make test-thorough` runs the rest.
+# The engines that hide weights; `make test-thorough` runs the rest.
 TELLING = [
-    ("one", "dynamo", "distill"),
     ("fsdp2", "recomputed", "distill"),
     ("zero3", "plain", "distill"),
 ]

@@ -1,13 +1,9 @@
 """Lines between an edge and its server that break, stall or are slow, and servers that fail or are
 started again: the text is that of an unbroken line, or there is one clear error."""
 
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -24,9 +20,8 @@ from decode.draw.sampling import Sampling
 from draftsmith.edge.link import Link
 from draftsmith.edge.protocol import DOWN, UP, VERSION, encode
 from tests.edge import NEW, PROMPTS, Serving, edge, plain_texts, serving
-from tests.relay import Fate, Relay, random_fates
-from tests.tiny import near_drafter, save_tiny, tiny_target
-from train.engines.child_process import free_port
+from tests.relay import Fate, Relay
+from tests.tiny import near_drafter, tiny_target
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
 RESTARTS = {"restart before": "cut before", "restart after": "cut after"}
@@ -135,32 +130,6 @@ def test_a_line_that_stalls_is_made_again_or_waited_for() -> None:
                 assert (link.connection is not connection) == (stall > patience)
 
 
-def test_cuts_and_stalls_at_random_are_as_many_as_asked_for(unbroken: list[list[int]]) -> None:
-    fate = random_fates(5, cuts=3, stalls=2, share=0.3)
-    with (
-        serving() as server,
-        Relay(server.port, fate=fate, stall=0.05) as relay,
-        edge(relay.url, sampling=SAMPLED, gamma=2) as client,
-    ):
-        assert client.decode(PROMPTS, NEW, seed=2).outputs == unbroken
-        assert relay.fates["cut before"] + relay.fates["cut after"] == 3
-        assert relay.fates["stall"] == 2
-
-
-def test_jitter_and_bandwidth_delay_messages_and_keep_their_order() -> None:
-    with (
-        serving() as server,
-        Relay(server.port, jitter=0.02, bandwidth=20_000) as relay,
-        edge(relay.url, gamma=2) as client,
-    ):
-        assert client.decode(PROMPTS[:1], NEW).outputs == plain_texts(GREEDY)[:1]
-        rounds = client.rounds[1:]  # the first waits for the prompt too
-        delays = [one.rtt_ms - 1e3 * (one.bytes_up + one.bytes_down) / 20_000 for one in rounds]
-        # What is left is the jitter: two numbers up to 20 ms, other ones in each round.
-        assert min(delays) > -0.1
-        assert max(delays) > min(delays) + 5
-
-
 class SlowDrafter(SmallLMDrafter):
     """Takes 10 ms for each depth."""
 
@@ -212,33 +181,6 @@ def test_a_server_that_comes_back_as_another_one_is_refused(what: str) -> None:
             assert second.verifier.drafts == 0
             with pytest.raises(UserError, match="begin the text again"):
                 client.decode(PROMPTS, NEW)  # as long as that server is there
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_process_that_is_killed_and_started_again_continues_the_text(tmp_path: Path) -> None:
-    """As the servers in this process that the line is cut from and that start again."""
-    expected = plain_texts(SAMPLED, seed=6)
-    port, directory = free_port(), save_tiny(tmp_path / "target")
-    program = [sys.executable, "-m", "draftsmith.cli.main"]
-    command = [*program, "verify-server", "--target", str(directory)]
-    command += ["--dtype", "float32", "--device", "cpu", "--port", str(port)]
-    processes = [subprocess.Popen(command)]
-
-    def kill(row: int, tokens: list[int]) -> None:
-        if len(processes) == 1 and client.rounds:
-            processes[0].send_signal(signal.SIGKILL)
-            assert processes[0].wait() == -signal.SIGKILL
-            processes.append(subprocess.Popen(command))
-
-    try:
-        with edge(f"ws://127.0.0.1:{port}", patience=120, sampling=SAMPLED) as client:
-            assert client.decode(PROMPTS, NEW, seed=6, on_tokens=kill).outputs == expected
-        assert len(processes) == 2
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def test_keys_and_sessions_expire_and_the_text_goes_on() -> None:

@@ -11,7 +11,6 @@ import torch
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from draftsmith.auditing.verify_export import verify_export
-from draftsmith.export.export_directory import check_export
 from draftsmith.export.formats.gguf_layout import read_weights
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
@@ -19,9 +18,7 @@ from tests.export import (
     DFLASH,
     DFLASH2,
     DSPARK,
-    KEPT,
     SHAPE,
-    assert_drafts_the_same,
     export_for_llama_server,
     make_heads,
     make_taught,
@@ -33,14 +30,6 @@ from tests.export import (
 )
 from tests.test_export_eagle_gguf import LLAMA3
 from tests.test_target import write_gguf
-
-KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
-    "dflash": (DFLASH | {"window": 16, "layer": {"rms_norm_eps": 1e-5}}, None),
-    "dflash2": (DFLASH2, None),
-    "dspark": (DSPARK, None),
-    "reduced-dflash": (DFLASH, KEPT),
-    "reduced-dspark": (DSPARK | {"confidence": False}, KEPT),
-}
 
 
 def with_file(place: Path, **changes: Any) -> tuple[Target, Path]:
@@ -69,35 +58,6 @@ def exported(
 ) -> Path:
     make_heads(place / "drafter", of[0], options, kept, moved=0.1)
     return export_for_llama_server(place, of[1], dtype)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_export_drafts_the_same_and_is_imported_as_it_was(
-    kind: str, tmp_path: Path, plain: tuple[Target, Path]
-) -> None:
-    target, _ = plain
-    options, kept = KINDS[kind]
-    out = exported(tmp_path, plain, options, kept)
-    assert_drafts_the_same(tmp_path / "drafter", out, target)
-    record = check_export(out)
-    assert record["layout"] == f"{kind.removeprefix('reduced-')}-gguf"
-    assert record["facts"]["max_depth"] == 3
-    reader = gguf.GGUFReader(out / "drafter.gguf")
-    # The layers that read the outputs of 0 and 2.
-    assert reader.fields["dflash.target_layers"].contents() == [1, 3]
-    assert reader.fields["tokenizer.ggml.mask_token_id"].contents() == 303
-    assert ("output.weight" in read_weights(reader)) == (kept is not None)
-
-    again = import_drafter(str(out / "drafter.gguf"), target, tmp_path / "again")
-    assert again.dtype == "float32"
-    before, after = (read_heads(tmp_path / name, target) for name in ("drafter", "again"))
-    assert before.options == after.options
-    states = before.state_dict(), after.state_dict()
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert (before.vocabulary is None) == (after.vocabulary is None)
-    if before.vocabulary is not None and after.vocabulary is not None:
-        assert torch.equal(before.vocabulary, after.vocabulary)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("q8_0", "Q8_0"), ("q4_0", "Q4_0")])

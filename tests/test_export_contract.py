@@ -1,5 +1,6 @@
-"""What all layouts of exports promise: what they cannot hold is refused before anything is written,
-and every fault of a directory is found (`Format.problems`), because loaders do not."""
+"""What all layouts of exports promise: an export drafts the same and is imported as it was, what it
+cannot hold is refused before anything is written, and every fault of a directory is found
+(`Format.problems`), because loaders do not."""
 
 import functools
 import json
@@ -9,26 +10,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
 from decode.base.errors import UserError
 from decode.drafters.pard import mark_parallel
 from decode.model.loading import Target, load_target
-from draftsmith.export import ExportOptions
-from draftsmith.export.export_directory import export_drafter
+from draftsmith.export import ExportOptions, ImportOptions
+from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.readers import KNOWN, READERS
+from draftsmith.export.import_directory import import_drafter
+from heads.heads_directory import read_heads
 from tests.export import (
     DFLASH,
     DFLASH2,
     DSPARK,
     EAGLE1,
     EAGLE3,
+    FEW,
     KEPT,
     P_EAGLE,
     SHAPE,
     XPRESS,
+    assert_drafts_the_same,
     edit_json,
     edit_weights,
     make_heads,
@@ -65,6 +71,7 @@ LAYOUTS = (*HEADS, *SMALL_LMS)
 ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf"}
 
 Change = Callable[[Path], Any]
+Made = Callable[[str], tuple[str | None, Target]]
 
 
 @pytest.fixture(scope="module")
@@ -156,31 +163,124 @@ def test_every_layout_is_in_the_table_of_readers() -> None:
             assert reads.until != KNOWN[engine].newest or not reads.until
 
 
-# --- faults ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[[str], Path]:
-    """A directory in each layout without a fault, which is only read."""
-    place = tmp_path_factory.mktemp("exports")
+def made(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Made:
+    """Of a layout: the file that is served, where it is another one, and the target of drafters."""
+    place = tmp_path_factory.mktemp("files")
     write_gguf(place / "target.gguf", layers=7)
     of_file = load_target(str(place / "target.gguf"))
     # Block drafters need ids that are no tokens, which a tokenizer of a file does not have.
     write_gguf(place / "spare.gguf", layers=7, vocab=target.vocab_size, **SHAPE)
 
+    def of_layout(layout: str) -> tuple[str | None, Target]:
+        if layout in (*SMALL_LMS, "eagle3-gguf"):
+            return None, of_file
+        return str(place / "spare.gguf") if "gguf" in layout else None, target
+
+    return of_layout
+
+
+# --- round trips ----------------------------------------------------------------------------------
+
+# What published layers have that ours have not.
+OTHER3 = EAGLE3 | {
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "captured_layers": [1, 3, 5],
+    "layer": {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3},
+}
+NEWER3 = EAGLE3 | {"fc_norm": True, "norm_output": True}
+OF_TARGET = {"output": "target"}
+# Heads that are written otherwise than those of HEADS: layout, options, tokens.
+VARIANTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
+    "eagle3": ("eagle3", EAGLE3, None),
+    "eagle3, other": ("eagle3", OTHER3, KEPT),
+    "eagle3, 3.1": ("eagle3", NEWER3, KEPT),
+    "eagle3, target's": ("eagle3", EAGLE3 | OF_TARGET, None),
+    "eagle3, target's, reduced": ("eagle3", EAGLE3 | OF_TARGET, KEPT),
+    "eagle3, low rank": ("eagle3", EAGLE3 | OF_TARGET | {"output_rank": 16}, KEPT),
+    "eagle3-gguf": ("eagle3-gguf", EAGLE3, None),
+    "eagle3-gguf, target's": ("eagle3-gguf", EAGLE3 | OF_TARGET, None),
+    "speculators": ("speculators", EAGLE3, None),
+    "speculators, 3.1": ("speculators", NEWER3, KEPT),
+    "p_eagle": ("p_eagle", P_EAGLE, None),
+    "medusa, own": ("medusa", MEDUSA | {"layers": 2}, None),
+    "dflash2, window": ("dflash2", DFLASH2 | {"window": 16}, None),
+    "dflash-gguf, layer": ("dflash-gguf", DFLASH | {"layer": {"rms_norm_eps": 1e-5}}, None),
+    "dspark-gguf": ("dspark-gguf", DSPARK | {"confidence": False}, None),
+    "speculators-dflash": ("speculators-dflash", DFLASH, None),
+    "speculators-dspark": ("speculators-dspark", DSPARK, None),
+    "speculators-xpress": ("speculators-xpress", XPRESS, None),
+}
+TRIPS = {layout: (layout, *HEADS[layout]) for layout in HEADS} | VARIANTS
+# Our captured layers are outputs, counted from 0; these readers count the layers that read them.
+READ: dict[str, tuple[str, list[int]]] = {
+    "speculators": ("eagle_aux_hidden_state_layer_ids", [2, 3, 4]),
+    "speculators-dflash": ("aux_hidden_state_layer_ids", [1, 3]),
+    "speculators-dspark": ("aux_hidden_state_layer_ids", [1, 3]),
+    "eagle3-gguf": ("eagle3.target_layers", [2, 3, 4]),
+    "dflash-gguf": ("dflash.target_layers", [1, 3]),
+    "dspark-gguf": ("dflash.target_layers", [1, 3]),
+}
+
+
+@pytest.mark.parametrize("trip", TRIPS)
+def test_an_export_drafts_the_same_and_is_imported_as_it_was(
+    trip: str, tmp_path: Path, made: Made
+) -> None:
+    layout, options, kept = TRIPS[trip]
+    drafter, out = tmp_path / "drafter", tmp_path / "out"
+    served, on = made(layout)
+    make_heads(drafter, on, options, kept, moved=0.1)
+    export_drafter(drafter, layout, out, ExportOptions(gamma=3, target=served), measuring=FEW)
+    assert_drafts_the_same(drafter, out, on)
+    facts = check_export(out)["facts"]
+    assert (facts["max_depth"], facts["kept"]) == (3, None if kept is None else len(KEPT))
+    assert facts["filled_from"] is None
+    (file,) = (*out.glob("*.safetensors"), *out.glob("*.gguf"))
+    is_gguf = file.suffix == ".gguf"
+    if layout in READ:
+        key, numbers = READ[layout]
+        config = json.loads((out / "config.json").read_text("utf-8")) if not is_gguf else {}
+        found = gguf.GGUFReader(file).fields[key].contents() if is_gguf else config[key]
+        assert found == numbers
+    # Written as other options that compute the same, or read by one engine only.
+    if (
+        layout in ("eagle3-gguf", "eagle1-sglang")
+        or options is OTHER3
+        or OF_TARGET.items() <= options.items()
+    ):
+        return
+    depth = 3 if "eagle" in layout or layout == "speculators" else None
+    source = str(file if is_gguf else out)
+    import_drafter(source, on, tmp_path / "again", ImportOptions(depth=depth))
+    before, after = (read_heads(path, on) for path in (drafter, tmp_path / "again"))
+    assert before.options == after.options
+    states = before.state_dict(), after.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, made: Made) -> Callable[[str], Path]:
+    """A directory in each layout without a fault, which is only read."""
+    place = tmp_path_factory.mktemp("exports")
+
     @functools.cache
     def exported(layout: str) -> Path:
         drafter, out = place / f"{layout}-drafter", place / layout
-        served = str(place / "spare.gguf") if layout.startswith("d") and "gguf" in layout else None
+        served, on = made(layout)
         if layout in HEADS:
-            heads_of = of_file if layout == "eagle3-gguf" else target
-            make_heads(drafter, heads_of, *HEADS[layout], provenance=private(place))
+            make_heads(drafter, on, *HEADS[layout], provenance=private(place))
         else:
             model = tiny_llama(layers=1, seed=7, tie=False)
             if layout == "pard":
                 mark_parallel(model.config, 1)
             kind = "pard" if layout == "pard" else "small_lm"
-            save_small_lm(drafter, model, of_file, kind, private(place))
+            save_small_lm(drafter, model, on, kind, private(place))
         export_drafter(drafter, layout, out, ExportOptions(gamma=3, target=served))
         assert FORMATS[layout].problems(out) == []
         return out

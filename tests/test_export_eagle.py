@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
@@ -16,9 +14,7 @@ from tests.export import (
     EAGLE3,
     FEW,
     KEPT,
-    assert_drafts_the_same,
     assert_same_counts,
-    exported,
     make_heads,
     make_taught,
     needs,
@@ -35,41 +31,11 @@ OTHER3 = EAGLE3 | {
     "captured_layers": [1, 3, 5],
     "layer": {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3},
 }
-KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
-    "eagle1": (EAGLE1, None),
-    "eagle3": (EAGLE3, None),
-    "eagle3-target": (EAGLE3 | {"output": "target"}, None),
-    "eagle3-reduced": (EAGLE3, KEPT),
-    "eagle3-target-reduced": (EAGLE3 | {"output": "target"}, KEPT),
-    "eagle3-low-rank-reduced": (EAGLE3 | {"output": "target", "output_rank": 16}, KEPT),
-    "eagle3.1-reduced": (EAGLE31, KEPT),
-    "eagle3-other-reduced": (OTHER3, KEPT),
-}
-kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture(scope="module")
 def target(seven: Target) -> Target:
     return seven
-
-
-@kinds
-def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
-    options, kept = KINDS[kind]
-    out = exported(tmp_path, target, options, kept, moved=0.05)
-    assert_drafts_the_same(tmp_path / "drafter", out, target)
-    weights = load_file(out / "model.safetensors")
-    record = check_export(out)
-    assert record["layout"] == options["type"]
-    assert record["facts"]["max_depth"] == 3
-    if kept is not None:
-        assert record["facts"]["kept"] == 150
-        assert record["facts"]["filled_from"] is None
-        assert weights["lm_head.weight"].shape == (150, 64)
-        assert torch.equal(weights["d2t"] + torch.arange(150), kept)
-        assert "150 tokens of the vocabulary, and it drafts only these" in (
-            out / "README.md"
-        ).read_text("utf-8")
 
 
 def test_eagle1_drafts_a_whole_vocabulary(tmp_path: Path, target: Target) -> None:

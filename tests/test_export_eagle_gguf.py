@@ -13,14 +13,13 @@ from decode.model.loading import Target, load_target
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
-from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import format_for
 from draftsmith.export.formats.gguf_layout import rows_in_halves, rows_in_pairs
 from tests.export import (
     EAGLE3,
     KEPT,
     PROMPTS,
-    assert_drafts_the_same,
     assert_same_counts,
     export_for_llama_server,
     make_heads,
@@ -69,21 +68,6 @@ def test_rows_in_pairs_and_back() -> None:
     rows = torch.arange(48).reshape(16, 3)
     assert rows_in_pairs(rows, 2)[:8, 0].div(3).tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
     assert torch.equal(rows_in_halves(rows_in_pairs(rows, 2), 2), rows)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
-    out = exported(tmp_path, target, kind, moved=0.05)
-    assert_drafts_the_same(tmp_path / "drafter", out, target)
-    record = check_export(out)
-    assert record["layout"] == "eagle3-gguf"
-    assert record["facts"]["kept"] == (150 if kind == "reduced" else None)
-    assert "--spec-type draft-eagle3" in (out / "README.md").read_text("utf-8")
-    reader = gguf.GGUFReader(out / "drafter.gguf")
-    # Our captured_layers are the outputs of 1, 2 and 3; llama.cpp counts the layers that read them.
-    assert reader.fields["eagle3.target_layers"].contents() == [2, 3, 4]
-    ids = [tensor.data.tolist() for tensor in reader.tensors if tensor.name == "d2t"]
-    assert ids == ([KEPT.tolist()] if kind == "reduced" else [])
 
 
 def test_the_dtype_of_the_weights(tmp_path: Path, target: Target) -> None:

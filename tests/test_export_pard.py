@@ -11,21 +11,17 @@ import torch
 from decode.base.errors import UserError
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.model.loading import Target, load_target
-from decode.opening.directory import open_drafter
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from draftsmith.export.formats import FORMATS, format_for
-from heads.p_eagle_heads import PEagleDrafter
 from tests.export import (
-    KEPT,
     P_EAGLE,
     assert_same_counts,
     distill_import,
     exported,
     make_taught,
     needs,
-    reloaded,
     save_target,
     task,
     train_import,
@@ -87,22 +83,6 @@ def test_vllm_drafts_what_our_loop_drafts(tmp_path: Path) -> None:
 
 
 # --- P-EAGLE --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "reduced"])
-def test_the_export_of_p_eagle_is_the_same_heads(
-    kept: torch.Tensor | None, tmp_path: Path, spare: Target
-) -> None:
-    out = exported(tmp_path, spare, P_EAGLE, kept, moved=0.1)
-    drafter = reloaded(out, spare)
-    stored = open_drafter(str(tmp_path / "drafter"), spare)
-    assert isinstance(drafter, PEagleDrafter)
-    assert isinstance(stored, PEagleDrafter)
-    assert drafter.heads.options == stored.heads.options
-    for name, tensor in stored.heads.state_dict().items():
-        assert torch.equal(tensor, drafter.heads.state_dict()[name]), name
-    config = json.loads((out / "config.json").read_text("utf-8"))
-    assert (config["pard_token"], config["num_hidden_layers"]) == (VOCAB, 2)
 
 
 def test_p_eagle_needs_an_unused_token(tmp_path: Path, seven: Target) -> None:

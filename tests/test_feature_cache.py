@@ -102,19 +102,6 @@ def test_a_cache_holds_what_the_target_shows(context: Any, target: Target) -> No
     assert nothing[FINAL].shape == (1, 2, 32)
 
 
-def test_training_from_it_is_training_beside_the_target(context: Any) -> None:
-    run_stage(context, cache_stage(captured_layers=[FINAL]))
-    live = run_stage(context, make_stage("heads", "live", **HEADS))
-    # By its directory, as one of another run.
-    stage = make_stage("heads", "cached", features=str(context.earlier["cache"]), **HEADS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.loop.backbone.LiveFeatures", None)
-        cached = run_stage(context, stage)
-    ours, theirs = drafter_weights(cached), drafter_weights(live)
-    for name, weights in theirs.items():
-        torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
-
-
 def test_states_of_a_window_train_as_those_of_a_cache_do(
     context: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,14 +280,6 @@ def test_batches_are_read_before_their_use_and_only_so_many() -> None:
     later.expect([["f"]])
     assert ("f",) not in seen
     assert later.take(["f"], cpu)[0].tolist() == [102]
-
-
-def test_a_cache_of_another_target_is_refused(context: Any, target: Target) -> None:
-    """As a teacher cache is, by all that it has of the target."""
-    run_stage(context, cache_stage())
-    other = replace(target, model=tiny_target(seed=3).model)
-    with pytest.raises(UserError, match=r"feature cache .* was made from a target with other w"):
-        CachedFeatures(context.earlier["cache"], other, CAPTURED_LAYERS)
 
 
 def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:

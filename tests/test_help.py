@@ -1,6 +1,5 @@
 """The doors that people try first: every help fits a screen, and what is tried ends in a line."""
 
-import pydoc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,16 +10,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import draftsmith
 from decode.base.errors import UserError
-from decode.loop.decoding import Decoder
 from draftsmith.cli.audit import AuditDrawing
 from draftsmith.cli.command import CallerOptions, Drawing, Loading
 from draftsmith.cli.main import COMMANDS, app
 from draftsmith.cli.short_help import with_short_help
 from draftsmith.net.limits import ServerLimits
 from draftsmith.serve.batching.requests import RequestBounds
-from tests.tiny import save_tiny, tiny_llama
+from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent
 GROUP = typer.main.get_command(app)
@@ -78,11 +75,6 @@ def test_the_module_is_the_command(door: list[str]) -> None:
     assert done.stdout == f"draftsmith {version('draftsmith')}\n"
 
 
-def test_a_decoder_without_a_drafter_decodes_plainly() -> None:
-    done = Decoder(tiny_llama(), None).decode([[1, 2, 3]], 5)
-    assert (len(done.outputs[0]), done.counts.tokens_per_step) == (5, 1)
-
-
 def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
     target = str(save_tiny(tmp_path / "target"))
     # Long enough that plain steps were timed.
@@ -92,12 +84,6 @@ def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
     assert "1.00 tokens per step" in result.output
     assert "acceptance rate –" in result.output
     assert "no drafts to compare with plain decoding" in result.output
-
-
-def test_the_package_explains_itself() -> None:
-    text = pydoc.plain(pydoc.render_doc(draftsmith))
-    assert "open_drafter(" in text
-    assert "class Decoder(" in text
 
 
 def test_the_commands_have_few_options() -> None:

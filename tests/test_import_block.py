@@ -195,15 +195,6 @@ def model_optimizer(kind: str = "dflash", **inner: Any) -> Published:
     return published
 
 
-def test_model_optimizers_dflash_is_read(tmp_path: Path, target: Target) -> None:
-    plain = import_drafter(str(z_lab().save(tmp_path / "a")), target, tmp_path / "a-out")
-    same = import_drafter(str(model_optimizer().save(tmp_path / "b")), target, tmp_path / "b-out")
-    assert same.settings == plain.settings
-    window = model_optimizer(use_swa=True, swa_window_size=16)
-    seeing = import_drafter(str(window.save(tmp_path / "c")), target, tmp_path / "c-out")
-    assert seeing.settings == (plain.settings or {}) | {"window": 16}
-
-
 def test_model_optimizers_dspark_is_the_authors(tmp_path: Path, target: Target) -> None:
     published = model_optimizer("dspark")
     source = str(published.save(tmp_path / "a"))

@@ -27,7 +27,6 @@ from tests.stages import (
     examples,
     make_stage,
     plan_stage,
-    run_killed,
     run_stage,
     stage_context,
 )
@@ -153,22 +152,6 @@ def test_a_stage_makes_a_target_whose_first_layers_draft(tmp_path: Path, setting
         assert run.outputs == plain.outputs
         rates.append(run.counts.acceptance_rate)
     assert len(set(rates)) == 1
-
-
-def test_a_killed_stage_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layers that are left out are drawn again where they were."""
-    made = context(tmp_path)
-    settings = STAGE | {"loop": LOOP, "layer_dropout": 0.5}
-    targets = [
-        load_target(str(outcome.target), dtype="float32", device="cpu").model.state_dict()
-        for outcome in (
-            run_stage(made, make_stage("layer_skip", "complete", **settings)),
-            run_killed(made, make_stage("layer_skip", "killed", **settings), monkeypatch, 4),
-        )
-    ]
-    assert_equal(*map(dict, targets))
 
 
 def test_what_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
 
 def violations(source: str, path: Path, allowed: set[str]) -> list[str]:
     package = ".".join(path.parent.parts)
-    ours = {*LAYERS, "tests", "benchmarks"}
+    ours = {*LAYERS, "tests", "tools", "benchmarks"}
     return [
         f"{path}:{line} imports {name}"
         for line, name in imported(ast.parse(source), package)
@@ -71,7 +71,7 @@ def test_every_package_has_its_layer() -> None:
     patterns = config["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {pattern.rstrip("*") for pattern in patterns} == {*LAYERS, DATA, NAMES}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages - {"tests", "benchmarks", DATA, NAMES} <= set(LAYERS)
+    assert packages - {"tests", "tools", "benchmarks", DATA, NAMES} <= set(LAYERS)
     assert packages >= {"train", "distill", "decode"}
 
 
@@ -103,7 +103,7 @@ def test_a_right_import_is_not(source: str) -> None:
 
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
 CHILDREN = {
-    "tests/peers_child.py",
+    "tools/peers_child.py",
     "tests/speculators_child.py",
     "benchmarks/shared/grammar_child.py",
     "benchmarks/shared/openvino_decode_child.py",
@@ -117,6 +117,7 @@ EXTRAS = {
     "train": ["deepspeed", "gguf", "plots", "serve"],
     "benchmarks": ["benchmarks", "plots", "serve"],
     "tests": ["deepspeed", "dev", "gguf", "plots", "serve", "tensorboard"],
+    "tools": ["dev", "gguf", "serve"],
 }
 
 
@@ -148,11 +149,11 @@ def third_party(file: Path) -> set[str]:
             ast.parse(file.read_text(encoding="utf-8")), ".".join(file.parent.parts)
         )
     }
-    ours = {*LAYERS, DATA, NAMES, "tests", "benchmarks", *sys.stdlib_module_names}
+    ours = {*LAYERS, DATA, NAMES, "tests", "tools", "benchmarks", *sys.stdlib_module_names}
     return {distribution(name) for name in names - ours}
 
 
-@pytest.mark.parametrize("part", [*LAYERS, "benchmarks", "tests"])
+@pytest.mark.parametrize("part", [*LAYERS, "benchmarks", "tests", "tools"])
 def test_what_is_imported_is_declared(part: str) -> None:
     known = {*declared(*EXTRAS.get(part, []))}
     missing = {

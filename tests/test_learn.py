@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -42,7 +40,7 @@ from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from draftsmith.learn.training_run import FEWEST_PROMPTS, Gain, TrainingRun, split_by_time, usable
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
-from tests.service import serving, until
+from tests.service import serving
 from tests.tiny import EOS_ID, save_small_lm, save_tiny, with_noise
 from tests.training import Killed
 from tests.upstream import ADMIN_KEY, read_until, recorded
@@ -336,36 +334,6 @@ def test_a_drafter_that_is_not_better_or_not_used_is_left(
     assert not site.engines.running
     version = Path(site.config.directory) / "versions/1"
     assert [path.name for path in version.iterdir()] == [LEARNT_FILE]
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_a_command_that_is_killed_in_a_training_goes_on(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGKILL, as soon as a checkpoint of the training is there."""
-    recorder = f"recorder: {{url: '{site.client.base_url}', key_env: RECORDER}}"
-    config = LEARN.replace("recorder: {key_env: UNUSED}", recorder)
-    config = config.replace("engine: {", "engine: {key_env: ENGINE, ")
-    (site.base / "learn.yaml").write_text(config, "utf-8")
-    command = [sys.executable, "-m", "draftsmith.cli.main", "learn", str(site.base / "learn.yaml")]
-    keys = {"RECORDER": ADMIN_KEY, "ENGINE": ENGINE_KEY, "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | keys)
-    try:
-        versions = site.base / "learning/versions"
-        until(lambda: any(versions.glob("1/work/**/step-*/trainer.json")) or bool(process.poll()))
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == -signal.SIGKILL
-    learner = site.learner()
-    assert learner.state.step == "train"
-    lines: list[str] = []
-    monkeypatch.setattr(learner.reporter, "say", lines.append)
-    learner.step()
-    assert [line for line in lines if "continuing after step" in line]
-    assert learner.state.step == "judge"
-    assert learner._drafter(1).exists()
 
 
 # --- parts ----------------------------------------------------------------------------------------

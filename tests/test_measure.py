@@ -186,19 +186,6 @@ def test_counts_pool_over_texts_of_different_depth() -> None:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def gained(alpha: float, gamma: int) -> float:
-    """Expected tokens a step at an acceptance rate below 1 (2211.17192, equation 1)."""
-    return (1 - alpha ** (gamma + 1)) / (1 - alpha)
-
-
-@pytest.mark.parametrize("gamma", [1, 3, 7])
-@pytest.mark.parametrize(("c", "v"), [(0.05, 1.0), (0.1, 1.3), (0.3, 1.01)])
-def test_break_even_is_where_the_speed_up_is_1(gamma: int, c: float, v: float) -> None:
-    alpha = break_even(gamma, c, v)
-    assert alpha is not None
-    assert gained(alpha, gamma) / (gamma * c + v) == pytest.approx(1)
-
-
 def test_break_even_in_closed_form() -> None:
     # γ = 1: 1 + α = c + v.
     assert break_even(1, 0.2, 1.1) == pytest.approx(0.3)

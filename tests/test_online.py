@@ -35,7 +35,7 @@ from distill.losses import WeightedLoss
 from distill.replay import rejections
 from distill.replay.online_student import SmallLMStudent
 from distill.replay.rejections import Collector
-from distill.replay.replay_buffer import Record, ReplayBuffer, bytes_per_position, recorded_signal
+from distill.replay.replay_buffer import Record, ReplayBuffer, recorded_signal
 from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import judged, tiny_llama, tiny_target
@@ -249,13 +249,6 @@ def same(a: Record, b: Record) -> bool:
 @pytest.fixture(scope="module")
 def made_with(target: Any) -> dict[str, Any]:
     return describe_teacher(target, k=4, temperature=1.0, vocabulary=None)
-
-
-def test_a_record_takes_the_bytes_that_are_stated() -> None:
-    record = record_of(0, length=10, k=4)
-    assert record.nbytes == 5 * bytes_per_position(4, 300) + 4 * 10
-    assert bytes_per_position(64, 49152) == 64 * 4 + 4 + 5
-    assert bytes_per_position(64, 150_000) == 64 * 6 + 4 + 5
 
 
 def test_the_buffer_stays_within_its_bounds_and_keeps_the_newest(
@@ -644,14 +637,6 @@ def test_a_version_that_is_no_better_is_rolled_back_to_the_bit(fault: str) -> No
     online.student.loss = original  # type: ignore[method-assign]
     decoder.decode(prompts_of(32)[16:], 16)
     assert online.learn() is not None  # and it goes on
-
-
-def test_an_empty_buffer_is_survived() -> None:
-    _, small = pair()
-    online = online_of(SmallLMDrafter(copy.deepcopy(small)), vocab=40)
-    assert not online.due()
-    assert online.learn() is None
-    assert not online.swap()
 
 
 def test_it_is_due_after_requests_or_rejections() -> None:

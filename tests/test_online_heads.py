@@ -400,7 +400,7 @@ def online_of(drafter: HeadsDrafter, heads: Heads, on: Any, **settings: Any) -> 
 @pytest.mark.parametrize(
     "kind",
     [
-        kind if kind in ("medusa", "dflash") else pytest.param(kind, marks=pytest.mark.thorough)
+        kind if kind == "dflash" else pytest.param(kind, marks=pytest.mark.thorough)
         for kind in [*OPTIONS, *MORE]
     ],
 )

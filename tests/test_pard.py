@@ -34,7 +34,6 @@ from tests.stages import (
     examples,
     make_stage,
     plan_stage,
-    run_killed,
     run_stage,
     stage_context,
     with_examples,
@@ -393,9 +392,7 @@ def wide_context(directory: Path) -> Any:
     return stage_context(directory, tiny_target(vocab=VOCAB + 8))
 
 
-def test_the_stage_trains_a_drafter_and_survives_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stage_trains_a_drafter(tmp_path: Path) -> None:
     context = wide_context(tmp_path / "one")
     stage = make_stage(
         "distill",
@@ -413,13 +410,6 @@ def test_the_stage_trains_a_drafter_and_survives_a_kill(
     assert drafter.mask_token == VOCAB
     last = outcome.summary["training"]["dev"][-1]
     assert {"expected_acceptance", "place2/acceptance", "acceptance_rate"} <= set(last)
-    trained = drafter.lm.model.state_dict()
-
-    again = run_killed(wide_context(tmp_path / "two"), stage, monkeypatch, 4)
-    other = open_drafter(str(again.drafter), context.target)
-    assert isinstance(other, ParallelLMDrafter)
-    for name, tensor in other.lm.model.state_dict().items():
-        assert torch.equal(tensor, trained[name])
 
     further = make_stage(
         "distill", "more", stage, drafter={"stage": "tiny"}, parallel=PARALLEL, loop={"epochs": 1}

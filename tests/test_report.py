@@ -592,33 +592,6 @@ def test_without_any_figure(tmp_path: Path) -> None:
     assert rendered(report).split()[-8:] == ["one", "small_lm", *"––––––"]
 
 
-def test_report_of_one_evaluation() -> None:
-    """`draftsmith evaluate` prints a table without a run."""
-    report = {
-        "name": "evaluate",
-        "rows": [{"stage": "–", "drafter": "ngram", "order": 0, "evaluation": figures(1.1, 0.4)}],
-        "provenance": [{}],
-        "config": {"target": {"model": "tiny"}},
-    }
-    assert "1.10× [1.05, 1.16]" in rendered(report)
-    assert any("tiny in float32" in line for line in footnotes(report))
-
-
-@drawn
-def test_long_drafts_and_many_rows(tmp_path: Path) -> None:
-    long = {
-        "gamma": 20,
-        "acceptance_by_position": [0.9] * 20,
-        "reached_by_position": [100] * 20,
-        "steps_by_accepted": list(range(21)),
-    }
-    rows = [(f"s{i}", "small_lm", figures(1.5, 0.8, **long)) for i in range(20)]
-    make_report(write_run(tmp_path, rows))
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert len(text) < 1_000_000
-    assert ">8+</text>" in text
-
-
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path, ROWS)
     (tmp_path / "evaluations/09-row/evaluation.json").write_text("{", "utf-8")

@@ -544,49 +544,20 @@ def test_two_ranks_train_as_one_does(base, finished):
 
 
 @pytest.mark.slow
-def test_the_command_line_from_plan_to_text(base, finished):
-    config = str(base / "config.yaml")
-    planned = command("train", config, "--dry-run")
-    assert planned.exit_code == 0, planned.stderr
-    # 12 answers of at most 10 tokens; learnt from once, then three times.
-    assert {"120", "360"} <= set(planned.stdout.split())
-    assert not (base / "runs").exists()
-
+def test_the_commands_on_what_a_run_made(base, finished):
     rows = [json.dumps({"prompt": "the dog", "response": text}) for text in ("a fox", "the fox")]
     (base / "responses.jsonl").write_text("\n".join(rows), "utf-8")
     covered = command(
-        "coverage",
-        *("--target", str(base / "target"), str(base / "responses.jsonl"), "--sizes", "9,200"),
-        *("--json", str(base / "coverage.json")),
+        *("coverage", "--target", str(base / "target"), str(base / "responses.jsonl")),
+        *("--sizes", "9,200", "--json", str(base / "coverage.json")),
     )
     assert covered.exit_code == 0, covered.stderr
-    assert [row["size"] for row in json.loads((base / "coverage.json").read_text("utf-8"))] == [
-        9,
-        200,
-    ]
-    shared = command(
-        "coverage",
-        *("--target", str(base / "target"), str(base / "responses.jsonl")),
-        *("--drafter", str(base / "target"), "--json", str(base / "coverage.json")),
-    )
-    assert shared.exit_code == 0, shared.stderr
-    assert json.loads((base / "coverage.json").read_text("utf-8"))[0]["of_text"] == 1
+    found = json.loads((base / "coverage.json").read_text("utf-8"))
+    assert [row["size"] for row in found] == [9, 200]
 
     drafter = str(finished / "runs/tiny/stages/02-distill/drafter")
     target = ["--target", str(base / "target")]
-
-    shown = command("inspect", drafter)
-    assert "complete" in shown.stdout
-    figures = base / "figures.json"
-    compared = command(
-        *("evaluate", *target, "--drafter", "ngram", "--drafter", drafter),
-        *("--prompts", str(base / "test.jsonl"), "--max-new-tokens", "8"),
-        *("--timed-prompts", "1", "--json", str(figures)),
-    )
-    assert compared.exit_code == 0, compared.stderr
-    rows = json.loads(figures.read_text("utf-8"))["rows"]
-    assert [row["drafter"] for row in rows] == ["ngram", drafter]
-    assert rows[1]["evaluation"]["steps"] > 0
+    assert "complete" in command("inspect", drafter).stdout
     with pytest.MonkeyPatch.context() as patch:
         # Nothing is measured before all can be decoded with.
         patch.setattr("train.measure.evaluation.evaluate", None)
@@ -594,8 +565,7 @@ def test_the_command_line_from_plan_to_text(base, finished):
             *("evaluate", *target, "--drafter", "ngram", "--drafter", "skip:attention=0-99"),
             *("--prompts", str(base / "test.jsonl")),
         )
-    assert refused.exit_code == 2
-    assert "attention" in refused.stderr
+    assert (refused.exit_code, "attention" in refused.stderr) == (2, True)
     steps = base / "steps.json"
     varied = command(
         *("evaluate", *target, "--drafter", drafter, "--prompts", str(base / "test.jsonl")),
@@ -615,7 +585,6 @@ def test_the_command_line_from_plan_to_text(base, finished):
         assert part in told
     written = json.loads(steps.read_text("utf-8"))
     assert {"gamma", "accepted", "la_k", "verify_ms"} <= written["acceptance"][0].keys()
-    assert len(written["timed"]) == 1
     chosen = base / "calibration.json"
     calibrated = command(
         *("calibrate", *target, "--drafter", drafter, "--prompts", str(base / "dev.jsonl")),
@@ -623,29 +592,13 @@ def test_the_command_line_from_plan_to_text(base, finished):
         *("--temperature", "1.0", "--json", str(chosen)),
     )
     assert calibrated.exit_code == 0, calibrated.stderr
-    found = json.loads(chosen.read_text("utf-8"))
-    assert [trial["threshold"] for trial in found["trials"]] == [0.05, 0.5]
-    # The stricter θ accepts less.
-    loose, strict = (trial["acceptance_rate"] for trial in found["trials"])
-    assert loose > strict
-    assert f"θ = {found['threshold']:g}" in calibrated.stdout
+    threshold = json.loads(chosen.read_text("utf-8"))["threshold"]
+    assert f"θ = {threshold:g}" in calibrated.stdout
     assert "LOSSY" in calibrated.stdout
-    options = (
-        "a dog",
-        "--max-new-tokens",
-        "9",
-        "--sampling",
-        "repetition_penalty=1.1",
-        "--stop",
-        "zz",
-    )
-    plain = command("generate", *target, "--drafter", "none", *options)
-    fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
+    options = ("a dog", "--max-new-tokens", "9", "--sampling", "repetition_penalty=1.1")
+    plain = command("generate", *target, "--drafter", "none", *options, "--stop", "zz")
+    fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options, "--stop", "zz")
     assert plain.stdout == fast.stdout != ""
-    costed = command(
-        *("generate", *target, "--drafter", drafter, *options, "--policy", "cost_model:max_depth=3")
-    )
-    assert costed.stdout == plain.stdout
     traced = command("generate", *target, "--drafter", drafter, "a dog", "--trace")
     assert "target adds" in traced.stdout
 

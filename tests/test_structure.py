@@ -83,7 +83,7 @@ def _opens_text(call: ast.Call) -> bool:
 
 def test_text_files_and_texts_of_programs_have_an_encoding() -> None:
     """Else it is the system's. The linter sees this only where it knows the type of a path."""
-    for file in tracked(*PACKAGES, "benchmarks", "docs", "findings", "tests"):
+    for file in tracked(*PACKAGES, "benchmarks", "docs", "findings", "tests", "tools"):
         text = (ROOT / file).read_text("utf-8")
         for node in ast.walk(ast.parse(text)) if re.search("open|_text|run|check", text) else ():
             if isinstance(node, ast.Call):

@@ -168,20 +168,6 @@ def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_doe
             assert expected.mean() > 0.03, name
 
 
-def test_a_killed_stage_does_not_score_whole_parts_again(context, monkeypatch):
-    scored = before_call(monkeypatch, TeacherCacheStage, "_score", 2)
-    with pytest.raises(Killed):
-        run_stage(context, cache_stage())
-    assert [path.name for path in (context.directory / "cache").glob("part-*")] == ["part-0"]
-    first = (context.directory / "cache" / "part-0" / "manifest.json").read_bytes()
-    outcome = run_stage(context, cache_stage())
-    again = [[sample.id for sample in part] for *_, part in scored[2:]]
-    assert again == [[f"train-{i}" for i in range(4, 8)], ["train-8", "train-9"]]
-    assert (context.directory / "cache" / "part-0" / "manifest.json").read_bytes() == first
-    assert outcome.summary["tokens"] == sum(sum(s.mask[1:]) for s in context.corpus.samples("data"))
-    assert len(list((context.directory / "cache").glob("part-*"))) == 3
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -208,33 +194,11 @@ def test_a_cache_of_another_target_is_refused(context, target, what, said):
         CachedTeacher(context.earlier["cache"], other_target(target, what))
 
 
-def test_a_cache_of_another_vocabulary_is_refused(context, target):
-    make_cache(context)
-    changed = replace(target.fingerprint, vocab_sha256="0" * 64)
-    with pytest.raises(UserError, match=r"the target of .*cache"):
-        CachedTeacher(context.earlier["cache"], replace(target, fingerprint=changed))
-
-
 def test_another_draft_vocabulary_than_the_parts_are_over_is_refused(context, target):
     cache = make_cache(context, draft_vocabulary=60)
     write_vocabulary(cache.directory, torch.arange(60))
     with pytest.raises(UserError, match="was made from another draft vocabulary"):
         CachedTeacher(cache.directory, target)
-
-
-def test_text_that_it_was_not_made_of_is_refused(context):
-    cache = make_cache(context)
-    samples = context.corpus.samples("data")
-    names = [(s.id, s.tokens, s.mask) for s in samples]
-    cache.require(names)
-    for tokens, mask in (
-        (samples[3].tokens[:-1], samples[3].mask[:-1]),
-        (samples[3].tokens, [False] * len(samples[3].mask)),
-    ):
-        with pytest.raises(UserError, match="sample 'train-3' is not the text that"):
-            cache.require([*names[:3], ("train-3", tokens, mask)])
-    with pytest.raises(UserError, match="has no sample 'train-99'"):
-        cache.require([*names, ("train-99", [], [])])
 
 
 @pytest.mark.parametrize("settings", [{"k": 16}, {"temperature": 2.0}])
@@ -260,11 +224,6 @@ def test_a_damaged_part_is_named(context, target, file):
     ):
         with pytest.raises(CorruptArtifact, match=rf"part-1.*{re.escape(file)}"):
             use()
-
-
-def test_what_is_no_cache_is_refused(tmp_path, target):
-    with pytest.raises(UserError, match="holds no teacher cache; expected directories part-N"):
-        CachedTeacher(tmp_path, target)
 
 
 def test_more_tokens_than_there_are_are_refused(context):

@@ -11,9 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -75,7 +72,6 @@ from train.settings.optimizer_config import GroupConfig, OptimizerConfig
 from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
-ROOT = Path(__file__).parent.parent
 
 
 def interrupted(directory: Path, batch: int, **settings: Any) -> None:
@@ -110,27 +106,6 @@ def test_twelve_steps_are_seven_and_five_bit_by_bit(tmp_path, optimizer, batch):
     assert_equal(state_of(second), state_of(whole))
 
 
-def test_without_the_random_state_the_weights_would_differ(tmp_path):
-    """That the test before can fail: dropout does draw on it."""
-    found = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        trainer = tiny_trainer(tmp_path / str(seed), 2)
-        trainer.fit()
-        found.append(trainer.module.state_dict()["student.transformer.wte.weight"])
-    assert not torch.equal(*found)
-
-
-def test_a_training_that_had_ended_is_not_trained_again(tmp_path):
-    """A stage that was killed between its last checkpoint and its drafter comes here."""
-    first = tiny_trainer(tmp_path, 4, optimizer=RICH)
-    done = first.fit()
-    again = tiny_trainer(tmp_path, 4, optimizer=RICH, hook=at_batch(1, die))
-    assert vars(again.fit()) == vars(done)
-    assert_equal(state_of(again), state_of(first))
-    assert again.padding_share() == first.padding_share() > 0
-
-
 # --- kills (promise 3) ----------------------------------------------------------------------------
 
 
@@ -144,19 +119,15 @@ def killed_at_change(n: int, action: Callable[[], object]) -> Callable[[], None]
     return run
 
 
-def check_kills(directory: Path, every: int, moments: int) -> None:
-    """In a process that has computed nothing: kill, go on, compare; everything in forks. Kills are
-    before every `every`-th change to the disk, and at `moments` moments."""
+def check_kills(directory: Path) -> None:
+    """In a process that has computed nothing: kill before every fifth change to the disk, go on,
+    compare; everything in forks."""
 
     def train(name: str) -> None:
         tiny_trainer(directory / name, 6, optimizer=RICH).fit()
 
     assert status_of(forked(lambda: train("whole"))) == 0
-    begin = time.perf_counter()
-    assert status_of(forked(lambda: train("whole-again"))) == 0
-    duration = time.perf_counter() - begin
     whole = left_behind(directory / "whole")
-    assert_equal(left_behind(directory / "whole-again"), whole)
 
     def goes_on(name: str, killed: int, kept: set[int]) -> None:
         assert killed == -signal.SIGKILL
@@ -169,7 +140,7 @@ def check_kills(directory: Path, every: int, moments: int) -> None:
 
     kept: set[int] = set()
     boundaries = 0
-    for n in range(1, 1000, every):
+    for n in range(1, 1000, 5):
         name = f"boundary-{n}"
         status = status_of(forked(killed_at_change(n, lambda name=name: train(name))))
         if status == 0:
@@ -177,33 +148,13 @@ def check_kills(directory: Path, every: int, moments: int) -> None:
         goes_on(name, status, kept)
         boundaries += 1
     assert kept == {0, 2, 4, 6}, kept
-
-    by_chance = 0
-    for trial in range(moments):
-        name = f"time-{trial}"
-        pid = forked(lambda name=name: train(name))
-        time.sleep(duration * (trial + 0.5) / moments)
-        os.kill(pid, signal.SIGKILL)
-        status = status_of(pid)
-        if status != 0:
-            goes_on(name, status, set())
-            by_chance += 1
-    print(f"boundaries {boundaries}, random {by_chance}")
+    # Three saves of some 20 changes each, and the removal of the oldest.
+    assert boundaries > 9
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("every", "moments"), [(5, 0), pytest.param(2, 8, marks=pytest.mark.thorough)]
-)
-def test_killed_at_any_time_it_ends_with_the_same_weights(tmp_path, every, moments):
-    done = in_new_process(__name__, f"check_kills(Path({str(tmp_path)!r}), {every}, {moments})")
-    # DeepSpeed, where it is installed, prints lines of its own.
-    found = re.search(r"boundaries (\d+), random (\d+)", done.stdout)
-    assert found, done.stdout
-    boundaries, by_chance = map(int, found.groups())
-    # Three saves of some 20 changes each, and the removal of the oldest.
-    assert boundaries > 45 / every
-    assert by_chance >= moments / 2
+def test_killed_at_any_time_it_ends_with_the_same_weights(tmp_path):
+    in_new_process(__name__, f"check_kills(Path({str(tmp_path)!r}))")
 
 
 # --- damage, full disks, lost random states (promises 4, 5 and 6) ---------------------------------
@@ -493,49 +444,6 @@ def test_two_ranks_stop_together_and_go_on_to_the_same_weights(tmp_path):
     assert len(re.findall(r"UserError: step 3: loss, cross_entropy is not.*s\d", done.stderr)) == 2
 
 
-def launch(directory: Path, *arguments: object) -> Any:
-    """Two ranks of `tests.training` under `accelerate launch`."""
-    settings = directory / "ddp.yaml"
-    settings.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: false\n"
-        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n",
-        "utf-8",
-    )
-    command = f"{sys.executable} -m accelerate.commands.launch --config_file {settings}"
-    cpu = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*command.split(), "-m", "tests.training", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | cpu,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-    )
-
-
-@pytest.mark.thorough
-def test_accelerate_launch_says_that_a_rank_was_stopped(tmp_path):
-    stopped = launch(tmp_path, signal.SIGTERM, 4, tmp_path / "parts")
-    assert stopped.returncode != 0
-    assert f"exitcode  : {ExitStatus.STOPPED} " in stopped.stderr
-    assert steps_kept(tmp_path / "parts") == [2, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.thorough
-def test_under_accelerate_launch_a_stopped_and_a_killed_rank_cost_nothing(tmp_path):
-    parts, whole = tmp_path / "parts", tmp_path / "whole"
-    assert launch(tmp_path, signal.SIGTERM, 4, parts).returncode != 0
-    killed = launch(tmp_path, signal.SIGKILL, 4, parts)  # in step 5
-    assert killed.returncode != 0
-    assert steps_kept(parts) == [3, 4]
-    # The last launch goes on, and then trains from the beginning without a stop.
-    done = launch(tmp_path, 0, 0, parts, whole)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert_equal(left_behind(parts), left_behind(whole))
-
-
 # --- figures that are not finite (promise 10) -----------------------------------------------------
 
 
@@ -554,8 +462,7 @@ def poison(patch: pytest.MonkeyPatch, fault: str, value: float, trainer: Trainer
     patch.setattr(CrossEntropy, "fused", fused)
 
 
-@pytest.mark.parametrize("fault", ["loss", "gradient"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("fault", "value"), [("loss", float("nan")), ("gradient", float("inf"))])
 def test_what_is_not_finite_is_not_stepped_with(tmp_path, monkeypatch, fault, value):
     """Step 3 is of the first two batches of the second epoch; it names term and samples."""
     trace: list[list[str]] = []
@@ -666,14 +573,11 @@ def test_a_training_of_limited_time_ends_its_schedule_and_is_not_continued(tmp_p
     assert tiny_trainer(tmp_path / "long", 7, max_minutes=60).fit().step == 7
 
 
-@pytest.mark.parametrize("before", [OPTIMIZER, RICH], ids=["plain", "rich"])
-def test_new_settings_of_the_optimizer_hold_after_a_restart(tmp_path, before):
+def test_new_settings_of_the_optimizer_hold_after_a_restart(tmp_path):
     """Those that a checkpoint has too. The rate is so small that no weight moves."""
-    tiny_trainer(tmp_path, 4, optimizer=before).fit()
-    now = before | {"lr": 1e-30, "weight_decay": 0.3, "beta1": 0.5, "beta2": 0.6, "ema": 0.5}
-    now["groups"] = {
-        name: GroupConfig(lr=1e-30, weight_decay=0.2) for name in before.get("groups", {})
-    }
+    tiny_trainer(tmp_path, 4, optimizer=RICH).fit()
+    now = RICH | {"lr": 1e-30, "weight_decay": 0.3, "beta1": 0.5, "beta2": 0.6, "ema": 0.5}
+    now["groups"] = {name: GroupConfig(lr=1e-30, weight_decay=0.2) for name in RICH["groups"]}
     trainer = tiny_trainer(tmp_path, 8, optimizer=now)
     expected = make_optimizer(trainer.task.module, OptimizerConfig(**now)).param_groups
     trainer.fit()
@@ -963,11 +867,11 @@ quiet = pytest.mark.filterwarnings(
 
 
 def interrupted_command(base: Path, name: str, stage: str, step: int, action: Any) -> Result:
-    """A command with this action in a step of a stage, from 1; 0: the last one."""
+    """A command with this action in a step of a stage, from 1."""
     original = Trainer._optimizer_step
 
     def acting(self: Any, at: Any, *arguments: Any) -> Any:
-        if self.task.label == stage and at.step + 1 == (step or self.total_steps):
+        if self.task.label == stage and at.step + 1 == step:
             action()
         return original(self, at, *arguments)
 
@@ -982,16 +886,14 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(base):
     it was killed before the first checkpoint. SIGTERM ends the command with 143."""
     whole = command(base, "name=whole")
     assert whole.exit_code == 0, whole.output
+    stopped = interrupted_command(base, "parts", "first", 2, ask_to_stop)
+    assert stopped.exit_code == ExitStatus.STOPPED == 143
+    assert "run the same command again to continue" in stopped.output
+    assert not (base / "runs/parts/stages/01-second").exists()
     with pytest.raises(Killed):
-        interrupted_command(base, "killed", "second", 2, die)
-    for name, step in (("midway", 2), ("last", 0)):
-        stopped = interrupted_command(base, name, "first", step, ask_to_stop)
-        assert stopped.exit_code == ExitStatus.STOPPED == 143
-        assert "run the same command again to continue" in stopped.output
-        assert not (base / f"runs/{name}/stages/01-second").exists()
-    for name in ("killed", "midway", "last"):
-        assert command(base, f"name={name}").exit_code == 0
-        assert_equal(drafter_of(base, name), drafter_of(base, "whole"))
+        interrupted_command(base, "parts", "second", 2, die)
+    assert command(base, "name=parts").exit_code == 0
+    assert_equal(drafter_of(base, "parts"), drafter_of(base, "whole"))
     first = drafter_of(base, "whole", "00-first")
     assert any(not torch.equal(first[k], v) for k, v in drafter_of(base, "whole").items())
 

@@ -13,7 +13,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -376,19 +375,3 @@ def two_ranks(action: Callable[[int], object]) -> list[int]:
 
 def ids_of(trace: Sequence[Sequence[str]]) -> list[str]:
     return [name for batch in trace for name in batch]
-
-
-def launched(directory: Path, signal_number: int, batch: int) -> None:
-    """One rank's part of a training under `accelerate launch`; the last rank sends itself the
-    signal before its batch of this number (0: never)."""
-    if int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
-        hook = at_batch(batch, lambda: os.kill(os.getpid(), signal_number))
-    else:
-        hook = at_batch(0, die)
-    torch.manual_seed(1)  # a run sets it (`train.run.run`); a process begins with what it likes
-    tiny_trainer(directory, 6, optimizer=RICH, hook=hook).fit()
-
-
-if __name__ == "__main__":
-    number, place, *directories = sys.argv[1:]
-    _leave_after(lambda: [launched(Path(x), int(number), int(place)) for x in directories])

@@ -1,4 +1,4 @@
-"""Losses and gradients beside those of other trainers: `python -m tests.peers [--write]`
+"""Losses and gradients beside those of other trainers: `python -m tools.peers [--write]`
 (`make test-peers`).
 
 The same logits go through our losses and through those of TRL, speculators, SpecForge and ModelOpt,
@@ -37,7 +37,7 @@ HEAD = """\
 # Peers
 
 Losses and gradients of this project beside those of other trainers, for the same input.
-`python -m tests.peers --write` made this page on {day}, on {machine} (`make test-peers` prints it).
+`python -m tools.peers --write` made this page on {day}, on {machine} (`make test-peers` prints it).
 A difference is relative to the largest value.
 
 """

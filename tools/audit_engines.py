@@ -1,6 +1,6 @@
 """Audits the engines that are installed on this machine, each with its kinds of drafts.
 
-`python -m tests.audit_engines` makes the tiny models, starts one engine after the other, audits it
+`python -m tools.audit_engines` makes the tiny models, starts one engine after the other, audits it
 over HTTP with the code of `draftsmith audit`, and prints a row of a table for each. `--only REGEX`
 takes those with that in their name.
 """

@@ -1,5 +1,5 @@
 """Stored cases import modules by the names of the day they were found. Python imports this file at
-its start if its folder is on the path (`tests.cases`); then the old names mean today's modules."""
+its start if its folder is on the path (`tools.cases`); then the old names mean today's modules."""
 
 import sys
 from importlib import import_module

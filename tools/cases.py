@@ -1,6 +1,6 @@
 """Runs stored inputs that once failed, and says of each whether it is right now.
 
-`python -m tests.cases FOLDER [NAME …]`. FOLDER has one folder a case, each with a README.md:
+`python -m tools.cases FOLDER [NAME …]`. FOLDER has one folder a case, each with a README.md:
 - `training/NAME`: the README has the command to try, in backquotes after "Try".
 - `decoding/cases/NAME`: `case.py`, `run.sh` or `request.txt`, run beside `scripts` and `models`.
 - any other `KIND/NAME`: `case.py` or `run.sh`, run in the case's folder.
@@ -222,7 +222,7 @@ def ran(case: Path, project: Path) -> tuple[int, str]:
     else:
         words = ["bash", "-c", tried(case)]
     binaries = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    found = f"{ROOT}:{ROOT / 'tests' / 'old_names'}"
+    found = f"{ROOT}:{ROOT / 'tools' / 'old_names'}"
     environment = {**os.environ, "PYTHONPATH": found, "PATH": binaries, "HF_HUB_OFFLINE": "1"}
     # A session of its own: what a script leaves running ends with it.
     process = subprocess.Popen(
@@ -275,5 +275,5 @@ def asked(case: Path) -> tuple[list[str], str]:
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
-        sys.exit("usage: python -m tests.cases FOLDER [NAME …]")
+        sys.exit("usage: python -m tools.cases FOLDER [NAME …]")
     sys.exit(main(sys.argv[1], sys.argv[2:]))
