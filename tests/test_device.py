@@ -13,8 +13,6 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
@@ -28,7 +26,7 @@ from decode.verification import Verification
 from heads.in_tree import InTreeDrafter
 from heads.kinds import HEADS
 from heads.options import HeadOptions
-from tests.contract import HEAD_OPTIONS
+from tests.contract import HEAD_OPTIONS, RoutedByFirst
 from tests.device import SimulatedDevice, Wait, simulated_device
 from tests.other_tokenizers import shuffled, with_rows
 from tests.tiny import VOCAB, as_target, tiny_model
@@ -124,7 +122,6 @@ CHAIN_RULES = (
     "typical",
     "top_k",
     "threshold",
-    "speculative_skip_residual",
 )
 
 
@@ -193,12 +190,8 @@ def with_other_tokenizer(kind: Any) -> Build:
     return build
 
 
-def measured(drafters: list[Drafter]) -> Drafter:
-    return MeasuredComposite(drafters, [0.0, 0.1])
-
-
 def routed(drafters: list[Drafter]) -> Drafter:
-    return RoutedDrafter(drafters, lambda text: len(text) % 2)
+    return RoutedByFirst(drafters, "ab")
 
 
 # The most reads of a step, as the table in docs/results/devices.md has them.
@@ -212,7 +205,6 @@ OTHERS = {
     "pard": (pard, 1),
     "another tokenizer, tokens": (with_other_tokenizer(SharedVocabularyDrafter), 1),
     "ngram+small": (combined(CompositeDrafter, made("ngram"), small()), 1),
-    "measured": (combined(measured, made("ngram"), small()), 1),
     "routed": (combined(routed, made("ngram"), small()), 1),
     "store": (made("store"), 2),
     "max_gram": (made("max_gram"), 2),
@@ -252,7 +244,6 @@ def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
         ("adaptive_confidence:threshold=0.2", 2),
         ("draft_exit:threshold=0.2", 2),
         ("heuristic", 1),
-        ("feedback", 1),
     ],
 )
 def test_a_policy_that_watches_reads_once_at_the_end_of_the_draft(policy: str, reads: int) -> None:
