@@ -504,7 +504,7 @@ def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypa
     written = json.loads(file.read_text("utf-8"))
     assert written["errors"] == {"train_trl": "OutOfMemoryError: too much"}
     assert set(written["results"]) == {
-        *("decode", "decode_batch", "texts", "passes", "forwards", "draft_costs"),
+        *("decode", "decode_batch", "texts", "passes", "draft_costs"),
         *("mixed_lengths", "train_ours", "train_eagle1"),
     }
     assert "throughput_vs_trl" not in written["ratios"]
@@ -512,7 +512,7 @@ def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypa
         *("plain_vs_generate", "speculative_vs_assisted", "pass_10_vs_1_ctx_20"),
         *("speculative_vs_plain_batch8", "mixed_lengths_1_vs_apart"),
         *("mixed_lengths_reading_vs_apart", "mixed_lengths_memory_vs_apart"),
-        *("draft_cost_small_lm", "draft_cost_eagle", "lean_vs_transformers_5_ctx_10"),
+        *("draft_cost_small_lm", "draft_cost_eagle"),
     } <= set(written["ratios"])
     assert all(isinstance(value, float) for value in written["ratios"].values())
     # The scripts decide what is accepted, in every loop alike.

@@ -18,8 +18,6 @@ from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.prepare_model import prepare
 from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
@@ -248,32 +246,6 @@ def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
 )
 def test_a_policy_that_watches_reads_once_at_the_end_of_the_draft(policy: str, reads: int) -> None:
     require_waits(small(), reads, policy=policy)
-
-
-def lean(build: Build) -> Build:
-    """Target and small LM run through the lean forward."""
-
-    def prepared(target: Any, move: Callable[[Any], Any]) -> Drafter:
-        drafter: Any = build(target, move)
-        for model in (target, drafter.lm.model):
-            prepare(model, lean=True)
-        drafter = drafter.with_shape(drafter.shape)
-        assert isinstance(drafter.lm.forward_pass, LeanForward)
-        built: Drafter = drafter
-        return built
-
-    return prepared
-
-
-@pytest.mark.parametrize(
-    ("shape", "reads"), [(None, 1), ("top", 1), ("dynamic", 2)], ids=["chain", "static", "dynamic"]
-)
-def test_the_lean_forward_reads_nothing(shape: str | None, reads: int) -> None:
-    if shape is None:
-        require_waits(lean(small()), reads)
-    else:
-        options, name, _ = TREES[shape]
-        require_waits(lean(small(shaped(name, options))), reads)
 
 
 STATIC = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}
