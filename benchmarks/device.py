@@ -43,7 +43,6 @@ from benchmarks.shared.device_parts import (
     SMALL,
     Bench,
     draft_costs,
-    forward_times,
     hold_decode_contest,
     mixed_lengths,
     pass_times,
@@ -64,7 +63,6 @@ PARTS: dict[str, Part] = {
     "texts": text_speeds,
     "passes": pass_times,
     "mixed_lengths": mixed_lengths,
-    "forwards": forward_times,
     "draft_costs": draft_costs,
 }
 TRAININGS: dict[str, Part] = {
@@ -154,14 +152,6 @@ def tables(
             for context, seconds in passes["seconds"].items()
         ]
         result.append(rows_table("a pass of the target", rows))
-    if forwards := figures.get("forwards"):
-        rows = [
-            {"tokens before": str(context), "forward": name}
-            | {f"{fed} fed, ms": f"{1e3 * passes[fed]:.2f}" for fed in passes}
-            for context, by_name in forwards["seconds"].items()
-            for name, passes in by_name.items()
-        ]
-        result.append(rows_table("a pass of a llama, by forward", rows))
     if costs := figures.get("draft_costs"):
         rows = [
             {

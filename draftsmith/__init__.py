@@ -41,7 +41,6 @@ _MODULES = {
     "TextPieces": "decode.text",
     "UserError": "decode.base.errors",
     "audit": "draftsmith.auditing.entry",
-    "choose": "decode.choices",
     "evaluate": "train.measure.evaluation",
     "load_target": "decode.model.loading",
     "open_drafter": "decode.opening.directory",
@@ -51,7 +50,6 @@ _MODULES = {
 
 if TYPE_CHECKING:
     from decode.base.errors import UserError as UserError
-    from decode.choices import choose as choose
     from decode.draw.sampling import Sampling as Sampling
     from decode.grammars import Grammars as Grammars
     from decode.loop.decoding import Decoded as Decoded

@@ -32,7 +32,7 @@ class AutoregressiveDrafter(AttendingDrafter):
     heads: AutoregressiveHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        return _Growth(self, contexts, sampling, max_depth)
+        return _Growth(self, contexts, sampling)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         tokens = contexts.tokens[np.arange(len(columns))[:, None], columns + 1]
@@ -52,11 +52,7 @@ class _Growth(Growth):
     """
 
     def __init__(
-        self,
-        drafter: AutoregressiveDrafter,
-        contexts: Contexts,
-        sampling: Sampling,
-        max_depth: int,
+        self, drafter: AutoregressiveDrafter, contexts: Contexts, sampling: Sampling
     ) -> None:
         heads = drafter.heads
         super().__init__(contexts, sampling, drafter.device, drafter.vocab_size, heads.vocabulary)
@@ -64,7 +60,6 @@ class _Growth(Growth):
         self.entries = contexts.lengths - 1  # [B]
         self.first_B1 = to_device(self.entries, self.device)[:, None]
         self.states = drafter.newest(contexts)[:, None]
-        drafter.place_chain(self.entries, max_depth)
 
     def _first(self) -> Tensor:
         return self._logits(self.states)[:, 0]
@@ -74,7 +69,7 @@ class _Growth(Growth):
         if self.parents is None:
             # In a chain, each step reads the output of the previous step.
             for node in range(before, before + count):
-                attend = self.drafter.chain_attention(self.entries, self.first_B1, node)
+                attend = self.drafter.attention(self.entries + node, 1)
                 token = self.fed[:, node : node + 1]
                 self._feed(self.states[:, -1:], token, self.first_B1 + node, attend)
         else:

@@ -174,12 +174,8 @@ class AttendingDrafter(HeadsDrafter):
     stored_features: np.ndarray  # [B]: tokens with stored features
     cached_entries: np.ndarray  # [B]: entries in the cache
     heads: AttendingHeads
-    _static_step: int | None = None  # of static slots, the number that attention gets more of
 
     def attach(self, lm: CachedLM) -> None:
-        """The slots are static if the target's are."""
-        forward = lm.forward_pass
-        self._static_step = forward.slot_step if forward.static_slots else None
         self._pass_tokens = lm.pass_tokens
 
     @property
@@ -194,14 +190,7 @@ class AttendingDrafter(HeadsDrafter):
         rows, capacity = contexts.tokens.shape
         heads, device = self.heads, self.device
         self._inputs = Slots(0, rows, capacity, device, states=1)
-        self.slots = Slots(
-            heads.attending_layers,
-            rows,
-            capacity + heads.spare_slots,
-            device,
-            step=self._static_step or 1,
-            static=self._static_step is not None,
-        )
+        self.slots = Slots(heads.attending_layers, rows, capacity + heads.spare_slots, device)
 
     @property
     def states(self) -> Tensor:
@@ -351,8 +340,11 @@ class AttendingDrafter(HeadsDrafter):
         tree, root is the slot of its first node, int [B], ancestors tells which nodes each node
         may see, and depths, int64 [1 or B, n], how many positions each node is after the root.
         """
-        base_B1 = self.place(start, count, root, self.heads.window)
-        return self._placed_attentions(base_B1, count, ancestors, depths)
+        window = self.heads.window
+        base_B1 = self.place(start, count, root, window)
+        visible = self.slots.mask(base_B1, count, ancestors, window, depths)
+        mask = AttentionMask(visible, self.dtype)
+        return [SlotAttention(layer, mask) for layer in self.slots.layers]
 
     def place(
         self,
@@ -367,39 +359,7 @@ class AttendingDrafter(HeadsDrafter):
         `attentions`. window: what attention gets; None: all slots.
         """
         self.slots.place(start, count, window, root)
-        if self.slots.static:
-            self.slots.locate(to_device(start, self.device)[:, None], count)
         return to_device(start if root is None else root, self.device)[:, None]
-
-    def place_chain(self, start: np.ndarray, depth: int) -> None:
-        """With static slots, have those for all steps of a chain: a draft is then work for the
-        device only. start: int [B], the slot of the first step."""
-        if self.slots.static and not self.shape.branches:
-            self.slots.place(start, depth, ahead=True)
-
-    def chain_attention(
-        self, start: np.ndarray, first_B1: Tensor, before: int, count: int = 1
-    ) -> SlotAttention:
-        """Attention for `count` steps of a chain after `before` others, in the first layer.
-
-        start: int [B], the slot of the first step; first_B1: the same, on the device.
-        """
-        if not self.slots.static:
-            return self.attention(start + before, count)
-        at_B1 = first_B1 + before
-        self.slots.locate(at_B1, count)
-        return self._placed_attentions(at_B1, count)[0]
-
-    def _placed_attentions(
-        self,
-        base_B1: Tensor,
-        count: int,
-        ancestors: Tensor | None = None,
-        depths: Tensor | None = None,
-    ) -> list[SlotAttention]:
-        visible = self.slots.mask(base_B1, count, ancestors, self.heads.window, depths)
-        mask = AttentionMask(visible, self.dtype)
-        return [SlotAttention(layer, mask) for layer in self.slots.layers]
 
     def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)

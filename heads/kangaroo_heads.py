@@ -165,7 +165,7 @@ class KangarooDrafter(AttendingDrafter):
         return self._view
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        return _Growth(self, contexts, sampling, max_depth)
+        return _Growth(self, contexts, sampling)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         attend = self.attention(columns[:, 0], columns.shape[1])
@@ -189,9 +189,7 @@ class _Growth(CachedGrowth):
     lm: LayerView
     reads_out = False  # the view's output layer, which is large, gets no tokens
 
-    def __init__(
-        self, drafter: KangarooDrafter, contexts: Contexts, sampling: Sampling, max_depth: int
-    ) -> None:
+    def __init__(self, drafter: KangarooDrafter, contexts: Contexts, sampling: Sampling) -> None:
         super().__init__(
             drafter.view,
             contexts.lengths,
@@ -203,8 +201,7 @@ class _Growth(CachedGrowth):
         self.drafter, self.heads = drafter, drafter.heads
         exits = self._exits(contexts.last_tokens(self.device), -1, None)
         self.states = drafter.after_text(contexts, exits[:, 0])
-        self.place_chain(drafter.shape, max_depth)
-        drafter.place_chain(self.lengths, max_depth)
+        self.first_B1 = to_device(self.lengths, self.device)[:, None]
 
     def _first(self) -> Tensor:
         return self.heads.output.at(1, self.states)
@@ -213,7 +210,7 @@ class _Growth(CachedGrowth):
         exits = self._exits(ids, before, seen)
         count = ids.shape[1]
         if seen is None:
-            attend = self.drafter.chain_attention(self.lengths, self.first_B1, before, count)
+            attend = self.drafter.attention(self.lengths + before, count)
             positions = self.first_B1 + before + torch.arange(count, device=self.device)
         else:
             attend = self.drafter.attention(self.lengths + before, count, self.lengths, seen)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.grammar import GrammarDrafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
@@ -22,7 +23,6 @@ from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -168,8 +168,12 @@ def shaped(case: Case, shape: str, **options: Any) -> Drafter:
     return small_lm(case=case).with_shape(SHAPES[shape](**options))
 
 
-def by_first(text: np.ndarray) -> int:
-    return int(text[0]) % 2
+class RoutedByFirst(RoutedDrafter):
+    """By the first token of a text, because the rows here have no labels."""
+
+    def routes_of(self, contexts: Contexts) -> np.ndarray:
+        routes: np.ndarray = contexts.tokens[:, 0] % 2
+        return routes
 
 
 # How each kind is built for a case.
@@ -225,16 +229,12 @@ RECIPES: dict[str, Callable[[Case], Drafter]] = {
         small_lm(case=case), SmallLMDrafter(case.model(0.6)), depth=1
     ),
     "lookup or horizontal": lambda case: CompositeDrafter(lookup_and_cascade(case)),
-    "measured": lambda case: MeasuredComposite(
-        [NgramDrafter(1, 2), small_lm(case=case)], [0.0, 0.1], memory=0.5
-    ),
-    "routed": lambda case: RoutedDrafter([small_lm(case=case), NgramDrafter(1, 2)], by_first),
+    "routed": lambda case: RoutedByFirst([small_lm(case=case), NgramDrafter(1, 2)], "ab"),
     "lookup, then skip": lambda case: CompositeDrafter([NgramDrafter(3, 3), SkipDrafter(mlp="0")]),
     "lookup, then few slots": lambda case: CompositeDrafter([NgramDrafter(3, 3), few_slots()]),
     # Drafters inside other drafters, whose states have to go together.
-    "routed cascades": lambda case: RoutedDrafter(
-        [HorizontalCascade(small_lm(case=case), NgramDrafter()), LookaheadDrafter(3, 3, 2)],
-        by_first,
+    "routed cascades": lambda case: RoutedByFirst(
+        [HorizontalCascade(small_lm(case=case), NgramDrafter()), LookaheadDrafter(3, 3, 2)], "ab"
     ),
     "lookahead and parallel": lambda case: SeveralDrafters(
         [LookaheadDrafter(3, 3, 2), parallel_lm(case=case)]
@@ -284,8 +284,7 @@ NAMES: dict[type[Drafter], str] = {
     SeveralDrafters: "A++B",
     VerticalCascade: "vertical",
     HorizontalCascade: "horizontal",
-    MeasuredComposite: "measured",
-    RoutedDrafter: "routed",
+    RoutedByFirst: "routed",
     RetokenisedDrafter: "vocabulary=text",
     FixedDraft: "FixedDraft",
 }

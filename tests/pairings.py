@@ -50,9 +50,7 @@ ELSEWHERE = {
     "test_recurrent.py::test_sampled_texts_have_the_targets_distribution": (
         "targets with linear attention"
     ),
-    "test_routed.py::test_routed_texts_have_the_targets_distribution": (
-        "`routed` by label and by acceptance"
-    ),
+    "test_routed.py::test_routed_texts_have_the_targets_distribution": "`routed` by label",
     "test_row_settings.py::test_mixed_rows_have_the_targets_distributions": (
         "rows of different sampling in one batch, which join and leave"
     ),

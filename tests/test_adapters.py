@@ -136,7 +136,7 @@ def test_an_adapter_drafts_what_the_merged_drafter_drafts(family: str, tmp_path:
     assert blocks(merged) & shared == set()
     # Also where one name opens them all, and a label chooses.
     names = json.dumps([str(tmp_path / "base" / "drafter"), str(apart_path)])
-    routed: Any = open_drafter(f'routed:drafters={names},by=label,labels=["all","de"]', target)
+    routed: Any = open_drafter(f'routed:drafters={names},labels=["all","de"]', target)
     assert blocks(routed.drafters[0]) < blocks(routed.drafters[1])
     decoder = Decoder(target.model, routed, gamma=3)
     decoding = Decoding(decoder, PROMPTS, 12, settings=[RowSettings(label=x) for x in LABELS])

@@ -17,9 +17,6 @@ from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, Group
-from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter
-from decode.drafters.several.routing import TokenProfiles
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
@@ -223,7 +220,7 @@ def test_a_lossy_inner_rule_serves_greedy_drafts_only(rule: str) -> None:
     assert sampled.outputs == expected.outputs
 
 
-@pytest.mark.parametrize("rule", ["lenience", "typical", "speculative_skip_residual"])
+@pytest.mark.parametrize("rule", ["lenience", "typical"])
 def test_a_lossy_inner_rule_that_would_do_nothing_is_refused(rule: str) -> None:
     with pytest.raises(UserError, match=r"exact match for greedy drafts.*use threshold or"):
         VerticalCascade(middle(), NgramDrafter(), rule=rule)
@@ -379,71 +376,6 @@ def test_max_gram_follows_the_longest_match_then_bigrams() -> None:
     assert run(MaxGramDrafter()).outputs == run(DRAFTERS["none"]()).outputs
 
 
-# --- the composite that chooses by worth ----------------------------------------------------------
-
-
-def test_a_composite_learns_which_drafter_is_worth_its_cost() -> None:
-    wrong = FixedDraft((299,))
-    both = MeasuredComposite([wrong, SmallLMDrafter(model("llama"))], [0.0, 0.3])
-    done = run(both, 40, gamma=4)
-    assert done.outputs == run(DRAFTERS["none"](), 40).outputs
-    lengths = [step.accepted.sum() for step in done.steps]
-    # At first it asks the free one, then the one that is right; the free one gets other chances.
-    assert lengths[0] == 0
-    assert sum(length > 0 for length in lengths) > len(lengths) / 2
-    assert sum(length == 0 for length in lengths[2:]) >= 1
-    costly = MeasuredComposite([SmallLMDrafter(model("llama")), NgramDrafter()], [5.0, 0.0])
-    assert run(costly, 8).steps[0].drafted.max() < 5
-
-
-def test_worth_is_expected_tokens_per_cost() -> None:
-    both = MeasuredComposite([NgramDrafter(), middle()], [0.0, 0.25], prior=0.5)
-    both.start(Contexts.of(PROMPTS[:2], 20))
-    np.testing.assert_allclose(
-        both.worth(np.array([2, 0])), [[1.75, 1.75 / 1.5], [1.0, 1.0]], rtol=1e-12
-    )
-    assert both.asked(np.array([2, 2])).tolist() == [[True, True]] * 2
-    fixed = MeasuredComposite([NgramDrafter(), middle()], [0.25, (0.5, 0.25)], prior=0.5)
-    fixed.start(Contexts.of(PROMPTS[:2], 20))
-    np.testing.assert_allclose(
-        fixed.worth(np.array([2, 0])), [[1.75 / 1.5, 1.75 / 2], [1.0, 1.0]], rtol=1e-12
-    )
-    both._counts[1, 0, 0, 0] = 19  # judged, and none accepted: 0.5/20, also at depth 2
-    worth = both.worth(np.array([2, 2]))
-    assert worth[1, 0] == pytest.approx(1 + 0.025 + 0.025**2)
-    assert both.asked(np.array([2, 2])).tolist() == [[True, True], [False, True]]
-
-
-def test_what_a_measured_composite_refuses() -> None:
-    for costs, options, message in (
-        ([0.0], {}, "1 costs for 2 drafters"),
-        ([0.0, -1.0], {}, "numbers ≥ 0"),
-        ([0.0, 1.0], {"memory": 1.0}, "memory 1.0; expected"),
-    ):
-        with pytest.raises(UserError, match=message):
-            MeasuredComposite([NgramDrafter(), middle()], costs, **options)
-
-
-# --- routes ---------------------------------------------------------------------------------------
-
-
-def test_a_row_is_drafted_by_the_drafter_of_its_domain() -> None:
-    profiles = TokenProfiles([[5, 6, 7] * 3, [11, 12, 13, 7]], 300)
-    assert [profiles(np.array(text)) for text in ([5, 7], [7], [11, 5, 12])] == [0, 0, 1]
-    low = RoutedDrafter(
-        [FixedDraft((299,)), SmallLMDrafter(model("llama"))], lambda text: int(text[0] < 10)
-    )
-    done = run(low, gamma=3)
-    assert done.outputs == run(DRAFTERS["none"]()).outputs
-    # The texts that begin with 5 and 7 have the drafter that is right.
-    rates = [done.tally.row(row).acceptance_rate for row in range(4)]
-    assert [rate > 0.9 for rate in rates] == [True, True, False, False]
-    with pytest.raises(UserError, match="names drafter 2; expected 0 to 1"):
-        run(RoutedDrafter(low.drafters, lambda text: 2))
-    with pytest.raises(UserError, match="domain 1 has no tokens"):
-        TokenProfiles([[1], []], 300)
-
-
 # --- by name --------------------------------------------------------------------------------------
 
 
@@ -496,26 +428,11 @@ def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
     assert later.depth == 3
     assert isinstance(later.later, MaxGramDrafter)
     assert later.later.top_k == 2
-    named = f'drafters=["ngram","{small}"]'
-    measured = open_drafter(f"measured:{named},costs=[0,[0.3,0.2]]", target)
-    assert isinstance(measured, MeasuredComposite)
-    assert measured.costs == [(0.0, 0.0), (0.3, 0.2)]
-    timed = open_drafter(f"measured:{named}", target)
-    assert isinstance(timed, MeasuredComposite)
-    assert sum(timed.costs[1]) > 0
-    for domain, text in (("one", "The quick brown fox"), ("two", "What is the sum of 12 and 30?")):
-        (tmp_path / domain).write_text(text, "utf-8")
-    files = f'["{tmp_path}/one","{tmp_path}/two"]'
-    routed = open_drafter(f"routed:{named},examples={files}", target)
-    assert isinstance(routed, RoutedDrafter)
-    ids = target.tokenizer("12 and 30 is the sum")["input_ids"]
-    assert routed.routing.route(np.array(ids), None) == 1
     for spec, message in (
         ("vertical:inner=ngram", "needs the option model"),
         ("vertical:model=ngram", "expected a small language model, or sparse"),
         (f"vertical:model={small},gama=3", r"no option 'gama'.*gamma"),
-        (f"routed:{named},examples=[]", "0 examples for 2 drafters"),
-        (f'routed:{named},examples=["{tmp_path}/none","{tmp_path}/two"]', "cannot be read"),
+        ('ngram+measured:drafters=["store","ngram"]', "'measured' is gone; A.B asks"),
     ):
         with pytest.raises(UserError, match=message):
             open_drafter(spec, target)

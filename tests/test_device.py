@@ -13,22 +13,18 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.prepare_model import prepare
 from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
 from heads.in_tree import InTreeDrafter
 from heads.kinds import HEADS
 from heads.options import HeadOptions
-from tests.contract import HEAD_OPTIONS
+from tests.contract import HEAD_OPTIONS, RoutedByFirst
 from tests.device import SimulatedDevice, Wait, simulated_device
 from tests.other_tokenizers import shuffled, with_rows
 from tests.tiny import VOCAB, as_target, tiny_model
@@ -124,7 +120,6 @@ CHAIN_RULES = (
     "typical",
     "top_k",
     "threshold",
-    "speculative_skip_residual",
 )
 
 
@@ -193,12 +188,8 @@ def with_other_tokenizer(kind: Any) -> Build:
     return build
 
 
-def measured(drafters: list[Drafter]) -> Drafter:
-    return MeasuredComposite(drafters, [0.0, 0.1])
-
-
 def routed(drafters: list[Drafter]) -> Drafter:
-    return RoutedDrafter(drafters, lambda text: len(text) % 2)
+    return RoutedByFirst(drafters, "ab")
 
 
 # The most reads of a step, as the table in docs/results/devices.md has them.
@@ -212,7 +203,6 @@ OTHERS = {
     "pard": (pard, 1),
     "another tokenizer, tokens": (with_other_tokenizer(SharedVocabularyDrafter), 1),
     "ngram+small": (combined(CompositeDrafter, made("ngram"), small()), 1),
-    "measured": (combined(measured, made("ngram"), small()), 1),
     "routed": (combined(routed, made("ngram"), small()), 1),
     "store": (made("store"), 2),
     "max_gram": (made("max_gram"), 2),
@@ -252,37 +242,10 @@ def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
         ("adaptive_confidence:threshold=0.2", 2),
         ("draft_exit:threshold=0.2", 2),
         ("heuristic", 1),
-        ("feedback", 1),
     ],
 )
 def test_a_policy_that_watches_reads_once_at_the_end_of_the_draft(policy: str, reads: int) -> None:
     require_waits(small(), reads, policy=policy)
-
-
-def lean(build: Build) -> Build:
-    """Target and small LM run through the lean forward."""
-
-    def prepared(target: Any, move: Callable[[Any], Any]) -> Drafter:
-        drafter: Any = build(target, move)
-        for model in (target, drafter.lm.model):
-            prepare(model, lean=True)
-        drafter = drafter.with_shape(drafter.shape)
-        assert isinstance(drafter.lm.forward_pass, LeanForward)
-        built: Drafter = drafter
-        return built
-
-    return prepared
-
-
-@pytest.mark.parametrize(
-    ("shape", "reads"), [(None, 1), ("top", 1), ("dynamic", 2)], ids=["chain", "static", "dynamic"]
-)
-def test_the_lean_forward_reads_nothing(shape: str | None, reads: int) -> None:
-    if shape is None:
-        require_waits(lean(small()), reads)
-    else:
-        options, name, _ = TREES[shape]
-        require_waits(lean(small(shaped(name, options))), reads)
 
 
 STATIC = {"paths": [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]}

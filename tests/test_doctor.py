@@ -1,7 +1,6 @@
 """`draftsmith doctor`: what it says about a machine and a target, and that it finds errors."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +128,9 @@ def test_doctor_says_what_exact_bits_cost_after_long_texts(
 
 def test_on_a_gpu_doctor_names_the_forward_that_ran() -> None:
     kernels = {"packed": 0, "not_packed_because": "the weights are not on the CPU"}
-    for name, line in (("lean", "the lean forward"), ("transformers", "transformers' forward")):
-        figures = {"kernels": kernels | {"forward": name}, "target": {"device": "cuda:0"}}
-        said = examination.conclusions(examination.Examination(figures))
-        assert any(f"on a GPU, through {line};" in x for x in said)
+    figures = {"kernels": kernels, "target": {"device": "cuda:0"}}
+    said = examination.conclusions(examination.Examination(figures))
+    assert any("on a GPU, through transformers' forward" in x for x in said)
 
 
 def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:
@@ -145,18 +143,6 @@ def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:
         logits = target(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
         first, second = logits.topk(2, -1).values.T
         assert (first - second).min() > 0.01
-
-
-def test_on_a_gpu_both_forwards_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = ("plain", "chain", "tree")
-    right = checks.LosslessCheck(dict.fromkeys(ways, True), dict.fromkeys(ways, 0.0), 0.5)
-    wrong = replace(right, greedy=right.greedy | {"tree": False})
-    for of_lean, failures in ((right, []), (wrong, ["greedy text, tree, lean"])):
-        found = {False: right, True: of_lean}
-        monkeypatch.setattr(checks, "_check_forward", lambda _, chosen, found=found: found[chosen])
-        result = check_loop(torch.device("cuda"))
-        assert list(result.greedy) == [f"{way}{lean}" for lean in ("", ", lean") for way in ways]
-        assert result.failures == failures
 
 
 def test_a_target_that_is_wrong_for_several_tokens_is_found(

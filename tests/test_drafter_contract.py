@@ -111,7 +111,7 @@ def test_greedy_texts_survive_everything(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["chain", "texts of all rows", "longest match", "suffix", "changing layers", "routed"]
+    "kind", ["chain", "texts of all rows", "longest match", "suffix", "changing layers"]
 )
 def test_what_was_learnt_is_forgotten(kind: str) -> None:
     case = case_of(kind)
@@ -147,7 +147,6 @@ MORE_LAWS = [
     ("speculative", "in turn", "plain"),
     ("block", "vertical in blocks", "plain"),
     ("traversal", "vertical of three", "plain"),
-    ("speculative", "measured", "plain"),
     ("speculative", "routed", "plain"),
     ("speculative", "texts of all rows", "plain"),
     ("speculative", "shared tokens", "plain"),

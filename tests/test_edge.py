@@ -53,7 +53,7 @@ def test_a_text_is_that_of_decoding_alone(sampling: Sampling) -> None:
         for options in (
             {"drafter": NgramDrafter(), "gamma": 2},
             {"policy": "entropy:max_depth=6,flat=0.9"},
-            {"policy": "feedback"},
+            {"policy": "heuristic"},
             {"policy": "cost_model"},
         ):
             with edge(server.url, sampling=sampling, **options) as client:

@@ -11,8 +11,6 @@ from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
@@ -110,8 +108,6 @@ def test_combinations_of_drafters_that_read_the_source() -> None:
         VerticalCascade(small, lookup),
         HorizontalCascade(small, lookup),
         SeveralDrafters([lookup, small]),
-        MeasuredComposite([lookup, small], [0.0, 0.1]),
-        RoutedDrafter([small, lookup], lambda text: int(text[0]) % 2),
     ):
         decoder = Decoder(lm, drafter, eos_token_ids=[EOS_ID], gamma=3)
         decoded = decoder.decode(SOURCES, NEW, batch_size=2)

@@ -249,7 +249,7 @@ def test_the_lean_forward_compares_one_layer_of_each_kind(monkeypatch: pytest.Mo
     monkeypatch.setattr(recognition, "_computes_the_same", counted)
     kinds = ["sliding_attention", "full_attention"] * 3
     model = tiny_model("gemma3_text", layers=6, head_dim=8, layer_types=kinds, sliding_window=8)
-    recognition.lean_forward(model, packed=True)
+    recognition.lean_forward(model)
     assert compared == [0, 1]
 
 

@@ -70,7 +70,6 @@ def test_numbers_depend_on_the_length_of_each_row(monkeypatch: pytest.MonkeyPatc
     "policy",
     [
         "heuristic",
-        "feedback",
         "entropy:ema=0.5",
         "adaptive_confidence:window=8",
         "draft_exit:threshold=0.6",

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
@@ -33,6 +34,8 @@ from decode.model.forward.transformers_forward import TransformersForward
 from decode.shapes import SHAPES
 from tests.tiny import FAMILIES, forbid_packing, generated, own_text, real_target, tiny_model
 
+# In which this CPU has matrix products; PyTorch converts without them.
+DTYPES = [x for x in (torch.float32, torch.bfloat16, torch.float16) if has_products(x)]
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -125,6 +128,19 @@ def test_a_model_is_prepared_once_and_freed_with_it() -> None:
     del model, prepared, drafter
     gc.collect()
     assert freed() is None
+
+
+def test_the_choice_stays_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    assert not isinstance(prepare(model, lean=False), LeanForward)
+    assert not isinstance(CachedLM(model).forward_pass, LeanForward)
+    assert CachedLM(model).forward_pass is not prepare(model, lean=True)
+    assert isinstance(CachedLM(model).forward_pass, LeanForward)
+    with pytest.raises(UserError, match="cannot run through the lean forward"):
+        prepare(tiny_model("gpt2"), lean=True)
+    forbid_packing(monkeypatch)
+    with pytest.raises(UserError, match="cannot run through the lean forward"):
+        prepare(tiny_model("llama"), lean=True)
 
 
 def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +296,7 @@ def test_a_copy_has_no_dropout() -> None:
 
 def test_an_activation_that_differs_far_from_zero_is_not_lean() -> None:
     with pytest.raises(NotLean, match="parts of another kind"):
-        lean_forward(tiny_model("llama", hidden_act="gelu_10"), packed=True)
+        lean_forward(tiny_model("llama", hidden_act="gelu_10"))
 
 
 def test_why_products_are_not_packed_is_said(
@@ -302,17 +318,16 @@ def test_models_of_another_kind_run_through_transformers(family: str) -> None:
     options = {"residual_multiplier": 0.5} if family == "granite" else {}
     model = tiny_model(family, **options)
     with pytest.raises(NotLean):
-        lean_forward(model, packed=True)
+        lean_forward(model)
     lm = CachedLM(model)
     torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_small_factor_is_seen_in_16_bits_too(dtype: torch.dtype) -> None:
     """Granite with all factors 1 is a llama. Rounding hides no factor of 5%."""
     neutral = {"residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
-    packed = has_products(dtype)  # some CPUs have none in float16
-    lean_forward(tiny_model("granite", **neutral).to(dtype), packed=packed)
+    lean_forward(tiny_model("granite", **neutral).to(dtype))
     for name, reason in (
         ("logits_scaling", "between its layers and its logits"),
         ("embedding_multiplier", "between its embedding and its layers"),
@@ -320,7 +335,7 @@ def test_a_small_factor_is_seen_in_16_bits_too(dtype: torch.dtype) -> None:
     ):
         model = tiny_model("granite", **(neutral | {name: 1.05})).to(dtype)
         with pytest.raises(NotLean, match=reason):
-            lean_forward(model, packed=packed)
+            lean_forward(model)
 
 
 def halved(model: Any) -> None:
@@ -366,13 +381,13 @@ def scaled_logits(model: Any) -> None:
     "change", [halved, gelu, relu, without_norm, scaled_embedding, scaled_logits]
 )
 def test_a_model_that_computes_something_else_is_found(change: Callable[[Any], None]) -> None:
-    """With the same parts, in bfloat16 too: layers are compared in float32."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model, packed = tiny_model("llama").to(dtype), has_products(dtype)
-        lean_forward(model, packed=packed)
+    """With the same parts, in 16 bits too: layers are compared in float32."""
+    for dtype in DTYPES:
+        model = tiny_model("llama").to(dtype)
+        lean_forward(model)
         change(model)
         with pytest.raises(NotLean):
-            lean_forward(model, packed=packed)
+            lean_forward(model)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])

@@ -21,7 +21,7 @@ from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES, Fixed, Policy
 from decode.lengths.confidence import AdaptiveConfidence
 from decode.lengths.cost_model import CostModel
-from decode.lengths.feedback import Heuristic
+from decode.lengths.heuristic import Heuristic
 from decode.lengths.worth import Worth
 from decode.loop.decoding import Decoder
 from decode.model.forward.sublayers import Sublayers
@@ -105,16 +105,6 @@ def test_a_whole_path_of_a_tree_is_a_whole_success() -> None:
     policy.observe(tree)
     assert policy.depths().tolist() == [5, 2]
     assert tree.kept_share().tolist() == [1, 2 / 3]
-
-
-def test_feedback_by_row() -> None:
-    policy = made("feedback:max_depth=9,min_depth=1,ema=0.5,first=0.5", rows=3)
-    assert policy.depths().tolist() == [5, 5, 5]
-    policy.observe(step([5, 5, 5], [5, 0, 0], drafted=[5, 5, 0]))
-    assert policy.depths().tolist() == [7, 3, 5]  # r = 0.75, 0.25, 0.5
-    policy.keep_rows(np.array([1]))
-    policy.observe(step([3], [2], drafted=[2]))  # la/k = 1: r = 0.625
-    assert policy.depths().tolist() == [6]
 
 
 def test_by_batch_follows_the_rows_that_are_left() -> None:
@@ -267,7 +257,7 @@ def test_draft_exit_ends_after_an_unlikely_token_and_moves_its_threshold(
         ("entropy:ema=1", "ema is 1"),
         ("adaptive_confidence:window=2", "window is 2"),
         ("adaptive_confidence:price=0", "price is 0"),
-        ("feedback:ema=1.0", "ema is 1.0"),
+        ("feedback:ema=0.5", "'feedback' is gone; heuristic follows"),
         ("by_batch:table={4:2}", "from 1 on"),
         ("by_batch", "needs the option table"),
         ("cost_model:memory=1.0", "memory is 1.0"),
@@ -291,7 +281,6 @@ SPECS = {
     "cost_model": "cost_model:max_depth=4",
     "draft_exit": "draft_exit:max_depth=5,threshold=0.3",
     "entropy": "entropy:max_depth=5,ema=0.5,flat=0.5",
-    "feedback": "feedback:max_depth=5",
     "fixed": "fixed:max_depth=3",
     "heuristic": "heuristic:max_depth=6",
     "worth": "worth:max_depth=4",

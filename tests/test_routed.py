@@ -1,5 +1,4 @@
-"""The drafter of a row by its label or by what was measured, and drafters that learn each from the
-rows that they draft."""
+"""The drafter of a row by its label."""
 
 import copy
 from collections.abc import Sequence
@@ -10,17 +9,14 @@ import pytest
 from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import NoDrafter
-from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routed import RoutedDrafter
-from decode.drafters.several.routing import ByAcceptance, ByLabel, Routing
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.opening.directory import open_drafter
-from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
+from tests.lossless import LONGER, fit_texts, small_lm
 from tests.test_online import pair, prompts_of
 from tests.tiny import finish, tiny_target
-from train.online.learning import Online
 
 LABELS = ["de", None, "code", "fr", "de", "code"]
 
@@ -35,7 +31,7 @@ def drafters(count: int) -> list[SmallLMDrafter]:
 
 def test_a_row_goes_where_its_label_says() -> None:
     """Also where rows join and leave, and without a label to the first drafter."""
-    router = RoutedDrafter(drafters(3), ByLabel(["en", "de", "code"]))
+    router = RoutedDrafter(drafters(3), ["en", "de", "code"])
     expected = dict(enumerate([1, 0, 2, 0, 1, 2]))
     seen: list[tuple[int, int]] = []
     decoder = Decoder(
@@ -73,49 +69,10 @@ def test_labels_follow_their_rows() -> None:
     assert texts.labels == ["de", None]
 
 
-def test_the_bandit_finds_the_better_drafter_and_forgets() -> None:
-    """One drafts what the target says, one a token that never comes."""
-    target = pair()[0]
-    never, right = FixedDraft((39,)), SmallLMDrafter(target)
-    routing = ByAcceptance(2)
-    router = RoutedDrafter([never, right], routing)
-    decoder = Decoder(target, router, gamma=2)
-    prompts = prompts_of(40)
-    done = decoder.decode(prompts, 6, batch_size=4)
-    assert done.outputs == Decoder(target, NoDrafter()).decode(prompts, 6).outputs
-    wrong, good = routing.rows.tolist()
-    assert wrong + good == 40
-    assert 2 <= wrong < 12
-    never_share, right_share = routing.shares()
-    assert never_share < 0.2
-    assert right_share > 0.8
-    assert router.learns
-    router.forget()
-    assert not routing.rows.any()
-    # Each is tried once before one is tried again, also in rows that join together.
-    assert sorted(routing.route(np.array([1]), None) for _ in range(2)) == [0, 1]
-    assert not RoutedDrafter([never], lambda text: 0).learns
-
-
-@pytest.mark.slow
-def test_the_bandit_counts_only_what_it_was_asked_for() -> None:
-    """Before it another drafter drafts every time, so nothing is known of its own two."""
-    target = pair()[0]
-    routing = ByAcceptance(2)
-    router = RoutedDrafter([FixedDraft((39,)), FixedDraft((38,))], routing)
-    first = CompositeDrafter([SmallLMDrafter(target), router])
-    Decoder(target, first, gamma=2).decode(prompts_of(4), 6)
-    assert routing.rows.sum() == 4
-    assert not routing.allowed.any()
-
-
-@pytest.mark.parametrize(
-    "routing", [ByAcceptance(2), pytest.param(ByLabel(["a", "b"]), marks=pytest.mark.thorough)]
-)
-def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
-    """Rows join in groups, so what was measured in some decides for others."""
+def test_routed_texts_have_the_targets_distribution() -> None:
+    """Rows join in groups."""
     others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]
-    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, routing))), 90
+    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, ["a", "b"]))), 90
     for begin in range(0, 9000, size):
         rows = range(begin, begin + size)
         each = [RowSettings(LONGER.sampling, 1, label="ab"[row // 3 % 2]) for row in rows]
@@ -127,35 +84,18 @@ def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
     assert found.df > 100
 
 
-def answer(decoder: Decoder, learners: Sequence[Online], rows: Sequence[Sequence[int]]) -> Decoded:
-    """Decode these rows group by group, with a round of learning after each group."""
-    decoding, prompts = Decoding(decoder), prompts_of(96)
-    for group in rows:
-        each = settings(["ab"[row % 3 == 0] for row in group])
-        decoding.admit([prompts[row] for row in group], 16, settings=each)
-        finish(decoding)
-        for learner in learners:
-            if learner.due():
-                learner.learn()
-                learner.swap()
-    return decoding.result()
-
-
 def test_what_does_not_fit_is_refused() -> None:
     named, target = 'routed:drafters=["ngram","store"]', tiny_target()
-    by_label = open_drafter(f'{named},by=label,labels=["en","de"]', target)
-    assert isinstance(by_label, RoutedDrafter)
-    assert [by_label.routing.route(np.array([1]), x) for x in ("de", "en", None)] == [1, 0, 0]
-    measured = open_drafter(f"{named},by=acceptance", target)
-    assert isinstance(measured, RoutedDrafter)
-    assert isinstance(measured.routing, ByAcceptance)
+    router = open_drafter(f'{named},labels=["en","de"]', target)
+    assert isinstance(router, RoutedDrafter)
+    contexts = Contexts.of([[1], [1], [1]], 2)
+    contexts.labels = ["de", "en", None]
+    assert router.routes_of(contexts).tolist() == [1, 0, 0]
     for options, message in (
-        (',by=label,labels=["en"]', "1 labels for 2 drafters"),
-        (',by=label,labels=["en","en"]', "a different one for each drafter"),
-        (',labels=["en","de"]', "routed has labels, which are for by=label"),
-        (',by=acceptance,examples=["a","b"]', "routed has examples, which are for by=text"),
-        (",by=chance", "by is 'chance'"),
-        ("", "0 examples for 2 drafters"),
+        (',labels=["en"]', "1 labels for 2 drafters"),
+        (',labels=["en","en"]', "a different one for each drafter"),
+        (",by=acceptance", "the option by is gone; leave it out; give each drafter a label"),
+        ("", "needs the option labels"),
     ):
         with pytest.raises(UserError, match=message):
             open_drafter(named + options, target)

@@ -124,11 +124,6 @@ ERRORS: dict[str, tuple[Rule, str, Siblings]] = {
     "spectr, mixed siblings": (RULES["spectr"](), "tree", "mixed"),
     "spectr, mixed siblings, a wide tree": (RULES["spectr"](), "wide", "mixed"),
     "lenience 0.8 (a lossy rule)": (RULES["lenience"](lenience=0.8), "chain", "independent"),
-    "speculative_skip_residual (a lossy rule)": (
-        RULES["speculative_skip_residual"](),
-        "chain",
-        "independent",
-    ),
     "threshold (a lossy rule)": (RULES["threshold"](), "chain", "independent"),
     "typical (a lossy rule)": (RULES["typical"](), "tree", "independent"),
 }
@@ -556,7 +551,6 @@ NO_TREE: frozenset[str] = frozenset()
         ("traversal", EVERY_TREE),
         ("spectr", frozenset({"independent"})),
         ("lenience", NO_TREE),
-        ("speculative_skip_residual", NO_TREE),
         ("top_k", EVERY_TREE),
         ("typical", EVERY_TREE),
         ("threshold", NO_TREE),
@@ -583,7 +577,7 @@ def test_every_rule_is_in_the_table() -> None:
 
 
 def test_lossy_rules_say_so() -> None:
-    lossy = {"lenience", "speculative_skip_residual", "threshold", "top_k", "typical"}
+    lossy = {"lenience", "threshold", "top_k", "typical"}
     assert {name for name in RULES if not RULES[name].lossless} == lossy
     for name in lossy:
         assert "Lossy" in (RULES[name].__doc__ or "")

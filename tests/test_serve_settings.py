@@ -12,12 +12,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from decode.base.errors import UserError
-from decode.draft import Draft
+from decode.draft import Contexts, Draft
 from decode.drafters import NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routed import RoutedDrafter
-from decode.drafters.several.routing import ByLabel
 from decode.loop.decoding import Decoder
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
@@ -53,19 +52,20 @@ from tests.service import (
 
 
 def test_the_label_of_a_request_chooses_its_drafter() -> None:
-    seen: list[str | None] = []
+    seen: list[int] = []
 
-    class Noted(ByLabel):
-        def route(self, text: np.ndarray, label: str | None) -> int:
-            seen.append(label)
-            return super().route(text, label)
+    class Noted(RoutedDrafter):
+        def routes_of(self, contexts: Contexts) -> np.ndarray:
+            routes = super().routes_of(contexts)
+            seen.extend(routes.tolist())
+            return routes
 
-    router = RoutedDrafter([NgramDrafter(), NgramDrafter()], Noted(["en", "de"]))
+    router = Noted([NgramDrafter(), NgramDrafter()], ["en", "de"])
     with serving(target(), router) as running, running.client() as client:
         for options in ({"label": "de"}, {}, {"label": "de"}):
             assert ask(client, max_tokens=4, draftsmith=options).status_code == 200
         assert ask(client, draftsmith={"label": "x" * 65}).status_code == 400
-    assert seen == ["de", None, "de"]
+    assert seen == [1, 0, 1]
 
 
 def test_a_service_has_the_turn_of_its_drafters_while_texts_run() -> None:
@@ -78,7 +78,7 @@ def test_a_service_has_the_turn_of_its_drafters_while_texts_run() -> None:
             return super().draft(*arguments)
 
     first, second = Watched(), Watched()
-    with serving(target(), RoutedDrafter([first, NoDrafter()], ByLabel(["", "de"]))) as running:
+    with serving(target(), RoutedDrafter([first, NoDrafter()], ["", "de"])) as running:
         batcher = running.batcher
         with running.client() as client:
             answer = begin(client, max_tokens=LONG)

@@ -59,7 +59,6 @@ def step_inputs(seed: int, rule: str, shape: str, sampling: Sampling) -> tuple[A
                 ("exact", "tree", PLAIN),
                 ("top_k", "tree", PLAIN),
                 ("speculative", "chain", PLAIN),
-                ("speculative_skip_residual", "chain", PLAIN),
                 ("lenience", "chain", PLAIN),
                 ("traversal", "chain", PLAIN),
                 ("multi_round", "chain", PLAIN),

@@ -30,7 +30,6 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache_names import cache_of
-from decode.model.forward.prepare_model import prepare
 from decode.model.identity import fingerprint
 from decode.model.loading import Target
 from decode.time_costs import measure_costs
@@ -294,31 +293,6 @@ def _pass_over(model: Any, lengths: Sequence[int], width: int) -> Callable[[], o
     lm.reset(len(lengths), max(lengths) + width)
     ids = torch.zeros(len(lengths), width, dtype=torch.int64, device=lm.device)
     return lambda: lm.forward(ids, start)
-
-
-def forward_times(bench: Bench) -> dict[str, Any]:
-    """Seconds of the passes of a llama that says no script, through the lean forward and through
-    transformers', by tokens before them and tokens fed."""
-    model = random_llama(dtype=DTYPE, device=bench.device, **bench.sizes.target)
-    lms = {}
-    for name, lean in (("lean", True), ("transformers", False)):
-        prepare(model, lean=lean)
-        lms[name] = CachedLM(model)
-    widths = 1, bench.sizes.gamma + 1
-    seconds = {
-        context: {
-            name: pass_seconds(lm, context, widths, turns=bench.sizes.turns)
-            for name, lm in lms.items()
-        }
-        for context in CONTEXTS
-    }
-    values = {
-        f"lean_vs_transformers_{width}_ctx_{context}": times["transformers"][width]
-        / times["lean"][width]
-        for context, times in seconds.items()
-        for width in widths
-    }
-    return {"seconds": seconds, "ratios": values}
 
 
 def draft_costs(bench: Bench) -> dict[str, Any]:

@@ -29,8 +29,7 @@ UNTRAINED = {
     "A++B": "ngram++suffix",
     "vertical": f"vertical:model='{SPARSE}',inner=ngram",
     "horizontal": "horizontal:first=ngram,later=max_gram,depth=2",
-    "measured": 'measured:drafters=["ngram","suffix"]',
-    "routed": 'routed:drafters=["ngram","suffix"],by=acceptance',
+    "routed": 'routed:drafters=["ngram","suffix"],labels=["one","other"]',
 }
 # Kinds of small language models, which can be the model of a cascade.
 SMALL_LM = ("small_lm", "pard")
@@ -129,7 +128,6 @@ def trained_drafters(run: Path) -> list[Contestant]:
         if file == combined:
             contestants += [
                 replace(row, kind="A++B", name=f"ngram++{row.name}", spec=f"ngram++{directory}"),
-                of_parts(row, "measured", 'measured:drafters=["ngram",{}]'),
                 of_parts(row, "horizontal", "horizontal:first={},later=ngram,depth=2"),
             ]
     # A small model can be the combined drafter too.

@@ -106,6 +106,9 @@ class Registry(Generic[T]):
     """Maps names to parts. A part is one file with one `@registry.register(name)`, in a package
     that calls `import_all`.
 
+    what: a word for its parts, in errors. gone: what to use instead of parts that earlier versions
+    had, by name, and of their options, by `name:option`.
+
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
     ... class Circle: ...
@@ -113,8 +116,8 @@ class Registry(Generic[T]):
     True
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, what: str, gone: Mapping[str, str] | None = None) -> None:
+        self.what, self.gone = what, gone or {}
         self._parts: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -130,6 +133,8 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> T:
         """The part called `name`. If unknown, raises UserError with the nearest known name."""
+        if name in self.gone:
+            raise UserError(f"the {self.what} {name!r} is gone; {self.gone[name]}")
         if name not in self._parts:
             raise UserError(
                 f"unknown {self.what} {name!r}; known: {', '.join(sorted(self._parts))}."
@@ -149,6 +154,8 @@ class Registry(Generic[T]):
         known = options_of(part)
         what = f"{self.what} {chosen.name}"
         for key in chosen.options:
+            if instead := self.gone.get(f"{chosen.name}:{key}"):
+                raise UserError(f"{what}: the option {key} is gone; {instead}")
             if key not in known:
                 has = f"its options are {', '.join(known)}" if known else "it has none"
                 raise UserError(f"{what} has no option {key!r}; {has}.{nearest(key, known)}")

@@ -61,9 +61,7 @@ class SelfDrafter(ShapedDrafter):
     ) -> Growth:
         """The object that predicts the next tokens after the text and after each node. max_depth:
         the max depth of the draft."""
-        growth = SelfGrowth(view, contexts, sampling)
-        growth.place_chain(self.shape, max_depth)
-        return growth
+        return SelfGrowth(view, contexts, sampling)
 
     def use(self, skipped: Sublayers) -> None:
         """Draft without these sublayers from now on."""

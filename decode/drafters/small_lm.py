@@ -396,15 +396,6 @@ class CachedGrowth(Growth):
     ) -> None:
         super().__init__(contexts, sampling, lm.device, vocab_size, vocabulary)
         self.lm, self.lengths = lm, lengths
-        self.first_B1 = to_device(lengths, lm.device)[:, None]
-        self._placed = False
-
-    def place_chain(self, shape: Shape, depth: int) -> None:
-        """Have static slots for all passes of a chain `depth` long, from the text's last token on.
-        The draft is then work for the device only."""
-        self._placed = self.lm.slots.static and not shape.branches
-        if self._placed:
-            self.lm.slots.place(self.lengths - 1, depth, ahead=True)
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
@@ -418,10 +409,6 @@ class CachedGrowth(Growth):
         before: the number of nodes in the slots before them; −1 for the text's last token. seen:
         bool [B, n, m], for a tree of m nodes, those that each token may see. None: a chain.
         """
-        if self._placed:
-            none = None if self.reads_out else ids.new_zeros(self.rows, 0)
-            logits, self.lm.features = self.lm.run(ids, self.first_B1 + before, none)
-            return logits
         columns = None if self.reads_out else np.zeros((self.rows, 0), dtype=np.int64)
         depths = None if seen is None else seen.sum(2) - 1
         return self.lm.forward(
@@ -450,7 +437,6 @@ class _LMGrowth(CachedGrowth):
         logits = drafter.feed(self.text, self.text.lengths, depths > 0)
         assert logits is not None  # the last committed token is never in the cache
         self.first_logits = self.of_tokens(logits)
-        self.place_chain(drafter.shape, int(depths.max()))
 
     def _first(self) -> Tensor:
         return self.first_logits

@@ -106,7 +106,10 @@ class Policy(ABC):
         return None
 
 
-POLICIES: Registry[type[Policy]] = Registry("draft-length policy")
+POLICIES: Registry[type[Policy]] = Registry(
+    "draft-length policy",
+    gone={"feedback": "heuristic follows the draft before, and worth weighs the acceptance so far"},
+)
 
 
 @POLICIES.register("fixed")

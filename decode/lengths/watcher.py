@@ -14,15 +14,6 @@ from decode.lengths import Policy
 from decode.verification import Verification
 
 
-def require_min_depth(min_depth: int, max_depth: int) -> None:
-    """Raise UserError unless 1 ≤ min_depth ≤ max_depth."""
-    if not 1 <= min_depth <= max_depth:
-        raise UserError(
-            f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
-            "max_depth"
-        )
-
-
 def require_threshold(threshold: float) -> None:
     """Raise UserError unless the threshold is a probability."""
     require_fits(lambda x: 0 <= x <= 1, "a probability, 0 to 1", threshold=threshold)
@@ -40,7 +31,11 @@ class Watcher(Policy):
 
     def __init__(self, max_depth: int, min_depth: int) -> None:
         super().__init__(max_depth)
-        require_min_depth(min_depth, max_depth)
+        if not 1 <= min_depth <= max_depth:
+            raise UserError(
+                f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
+                "max_depth"
+            )
         self.min_depth = min_depth
         self._forget()
 

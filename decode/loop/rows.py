@@ -31,7 +31,7 @@ class RowSettings:
     answered: how many tokens at the end of the prompt are a part of the row's text, which a grammar
         and penalties go on from.
     label: the label of the row's kind of text, for drafters that are chosen by it
-        (`decode.drafters.several.routing.ByLabel`).
+        (`decode.drafters.several.routed.RoutedDrafter`).
 
     Raises UserError for a seed or a number of log-probabilities outside these ranges.
     """

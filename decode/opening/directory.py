@@ -138,7 +138,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
         return SeveralDrafters(parts) if plus == "++" else CompositeDrafter(parts)
     path = shipped_drafter(spec) or Path(spec).expanduser()
-    if _kind(spec) in COMBINATIONS and not path.exists():
+    if _is_combination(spec) and not path.exists():
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
     if (weights := _WEIGHTS.search(spec)) and not path.exists():
@@ -178,7 +178,7 @@ def require_findable(spec: str) -> None:
         require_findable(others)
         return
     path = shipped_drafter(spec) or Path(spec).expanduser()
-    named = _kind(spec) in (*DRAFTERS, *COMBINATIONS) or _OPTIONS.search(spec)
+    named = _kind(spec) in DRAFTERS or _is_combination(spec) or _OPTIONS.search(spec)
     if not (path / DRAFTER_FILE).exists() and (path.exists() or not named):
         _require_model(spec, path)
 
@@ -282,7 +282,7 @@ def partition_drafters(
     >>> partition_drafters("vertical:model=small,inner=ngram+store")[1:]
     ('', '')
     """
-    if "+" not in spec or exists(_OPTIONS.sub("", spec)) or _kind(spec) in COMBINATIONS:
+    if "+" not in spec or exists(_OPTIONS.sub("", spec)) or _is_combination(spec):
         return spec, "", ""
     end = spec.index("+")
     if _kind(spec[:end]) not in DRAFTERS:
@@ -337,6 +337,11 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
         )
     adapters.forget(drafter, target)
     return drafter
+
+
+def _is_combination(spec: str) -> bool:
+    """Whether a name is that of a combination, or of one that earlier versions had."""
+    return _kind(spec) in (*COMBINATIONS, *COMBINATIONS.gone)
 
 
 def _kind(spec: str) -> str:

@@ -45,7 +45,10 @@ class Rule(ABC):
         tensors from tensors, and `torch.compile` traces it as one graph."""
 
 
-RULES: Registry[type[Rule]] = Registry("verification rule")
+RULES: Registry[type[Rule]] = Registry(
+    "verification rule",
+    gone={"speculative_skip_residual": "use speculative; lenience is the lossy rule beside it"},
+)
 
 
 def default_rule(branches: bool) -> str:

@@ -1,5 +1,5 @@
-"""Two variants of speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318) that
-are LOSSY: with lenience, and without the residual."""
+"""Speculative sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318) with lenience, which
+is LOSSY."""
 
 from torch import Tensor
 
@@ -36,15 +36,3 @@ class Lenience(SpeculativeSampling):
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
         return uniforms * (self._lenience * q_x) < p_x
-
-
-@RULES.register("speculative_skip_residual")
-class SkipResidual(SpeculativeSampling):
-    """Lossy: draws from p after a rejection, not from norm((p − q)₊). Acceptance is the same as in
-    speculative sampling, so any difference between the two comes from the residual.
-    """
-
-    lossless = False
-
-    def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:
-        return p

@@ -53,7 +53,7 @@ class SpeculativeSampling(Rule):
         p_next = p[torch.arange(rows, device=p.device), accepted]
         q_next = draft.q_of(accepted.clamp(max=nodes - 1), p.shape[2])[0]
         rejected = (accepted < draft.valid().sum(1))[:, None]
-        weights = torch.where(rejected, self.after_rejection(p_next, q_next), p_next)
+        weights = torch.where(rejected, residual(p_next, q_next)[0], p_next)
         return Decision.of_chain(draft, accepted, draw(weights, rng.of_next(accepted)))
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
@@ -61,7 +61,3 @@ class SpeculativeSampling(Rule):
         float64 [B, N]."""
         # Compare u·q < p, not u < p/q: the quotient of two tiny numbers is noise.
         return uniforms * q_x < p_x
-
-    def after_rejection(self, p: Tensor, q: Tensor) -> Tensor:
-        """[B, V]: the weights of the token that replaces a rejected one."""
-        return residual(p, q)[0]

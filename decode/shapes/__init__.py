@@ -215,8 +215,7 @@ def chain_of(
     """Choose `depth` tokens, one after the other: rows of the draft vocabulary, int64 [B] each; and
     what each was drawn from, float32 [B, V] each, without tokens that were not drawn.
 
-    Without `ends` it is work for the device only: if the growth computes its logits from tensors,
-    it is a part of one graph (`tests/test_static_step.py`).
+    Without `ends` it is work for the device only.
     """
     tokens: list[Tensor] = []
     q: list[Tensor] = []

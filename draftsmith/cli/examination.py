@@ -291,11 +291,7 @@ def _on_kernels(examination: Examination) -> str:
         return ""
     kernels, target = (examination.figures[item] for item in ("kernels", "target"))
     if torch.device(target["device"]).type != "cpu":
-        name = {"lean": "the lean forward", "transformers": "transformers' forward"}
-        return (
-            f"The target runs on a GPU, through {name[kernels['forward']]}; packed products are "
-            "only for CPUs."
-        )
+        return "The target runs on a GPU, through transformers' forward; the lean one is for CPUs."
     dtypes = examination.figures.get("dtypes", {})
     fast = [name for name, speeds in dtypes.items() if speeds["fast"]]
     if not kernels["packed"]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.drafters.several.routed import RoutedDrafter
-from decode.drafters.several.routing import ByLabel
 from decode.model.loading import Target
 from decode.opening.adapters import KIND
 from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafter
@@ -30,7 +29,7 @@ class AdapterRoutes:
         """The drafter of a decode. A row whose label is not that of an adapter has `drafter`."""
         if not self.loaded:
             return drafter
-        return RoutedDrafter([drafter, *self.loaded.values()], ByLabel(["", *self.loaded]))
+        return RoutedDrafter([drafter, *self.loaded.values()], ["", *self.loaded])
 
     def with_adapter(self, name: str, path: str, decode: DecodeSettings) -> "AdapterRoutes":
         """The same with one more. path: below `directory`. decode: has the shape of its drafts.

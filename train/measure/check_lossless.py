@@ -19,7 +19,6 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.model.forward.prepare_model import prepare
 from decode.model.pretrained import input_device
 from decode.shapes import Chain
 from decode.shapes.static import Static
@@ -95,31 +94,13 @@ def check_lossless(target: PreTrainedModel, drafter: PreTrainedModel) -> Lossles
 
 
 def check_loop(device: torch.device) -> LosslessCheck:
-    """`check_lossless` on a tiny llama on a device, and on a drafter made of it with noise.
-
-    On a CPU both run through the forward that the loop chooses there. Elsewhere they run through
-    transformers' and through the lean forward, which a caller can choose there."""
-    if device.type == "cpu":
-        return _check_forward(device, None)
-    default, lean = (_check_forward(device, choice) for choice in (False, True))
-    return LosslessCheck(
-        default.greedy | {f"{name}, lean": same for name, same in lean.greedy.items()},
-        default.sampled | {f"{name}, lean": far for name, far in lean.sampled.items()},
-        (default.accepted + lean.accepted) / 2,
-    )
-
-
-def _check_forward(device: torch.device, lean: bool | None) -> LosslessCheck:
-    """lean: as for `prepare`."""
+    """`check_lossless` on a tiny llama on a device, and on a drafter made of it with noise."""
     target = random_llama(**SHAPE).to(device)
     drafter = random_llama(**SHAPE)
     generator = torch.Generator().manual_seed(1)
     for weight in drafter.parameters():
         weight += NOISE * torch.randn(weight.shape, generator=generator)
-    drafter.to(device)
-    for model in (target, drafter):
-        prepare(model, lean=lean)
-    return check_lossless(target, drafter)
+    return check_lossless(target, drafter.to(device))
 
 
 def random_llama(

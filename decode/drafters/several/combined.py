@@ -127,10 +127,6 @@ class CompositeDrafter(Group):
     siblings of its trees without replacement and another makes trees in a different way.
     """
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        super().__init__(drafters)
-        self._took = np.zeros(0, dtype=np.int64)  # [B]: which drafter drafted last, −1 for none
-
     @property
     def branches(self) -> bool:
         return any(drafter.branches for drafter in self.drafters)
@@ -183,7 +179,6 @@ class CompositeDrafter(Group):
     ) -> Draft:
         depths = limits.depths.copy()
         asked = self.asked(limits.depths)
-        self._took = np.full(len(depths), -1)
         drafts: list[Draft] = []
         for member, drafter in enumerate(self.drafters):
             open_depths = np.where(asked[:, member], depths, 0)
@@ -192,7 +187,6 @@ class CompositeDrafter(Group):
             draft = drafter.draft(contexts, replace(limits, depths=open_depths), sampling, rng)
             # Drop drafts in rows that already have one, or that do not ask for one.
             draft.cut(np.where(asked[:, member] & (depths > 0), draft.sizes, 0))
-            self._took[draft.sizes > 0] = member
             depths[draft.sizes > 0] = 0
             if draft.sizes.any():
                 drafts.append(draft)

@@ -4,7 +4,7 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -136,8 +136,8 @@ class CachedLM(CachedRows):
     def narrow(self, window: SlidingWindow | None) -> None:
         """Let all layers see only this much of the text from now on, at positions of the text as
         before. Layers with a narrower window keep it. Slots that no layer sees are not read, except
-        static ones and those of a decoder with an encoder. None changes nothing. Long texts are
-        read in passes of about a window's size.
+        those of a decoder with an encoder. None changes nothing. Long texts are read in passes of
+        about a window's size.
         """
         if window is None:
             return
@@ -182,23 +182,36 @@ class CachedLM(CachedRows):
         if ancestors_BNM is not None and not self._takes_trees:
             require_tree_masks(self)
             self._takes_trees = True
-        feeding: AbstractContextManager[None] = nullcontext()
-        if self.states is not None:
-            self._rewind(self.states, start)
-            ends = None if counts is None else start + counts
-            feeding = self.states.feeding(ids_BN, start, ends)
-        root = None
+        n, root = ids_BN.shape[1], start
         if ancestors_BNM is not None:
-            root = start - (ancestors_BNM.shape[2] - ids_BN.shape[1])
-        # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
-        window = None if self.forward_pass.reads_positions else self.window
-        own = None if self.pads else counts
-        self.slots.place(start, ids_BN.shape[1], window, root, counts=own)
-        self.fed = ids_BN.numel() if own is None else int(own.sum())
-        columns_BK = None if columns is None else to_device(columns, self.device)
-        first_B1 = to_device(start, self.device)[:, None]
-        with feeding:
-            logits, features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
+            root = start - (ancestors_BNM.shape[2] - n)
+        with ExitStack() as contexts:
+            if self.states is not None:
+                self._rewind(self.states, start)
+                ends = None if counts is None else start + counts
+                contexts.enter_context(self.states.feeding(ids_BN, start, ends))
+            # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
+            window = None if self.forward_pass.reads_positions else self.window
+            own = None if self.pads else counts
+            self.slots.place(start, n, window, root, counts=own)
+            self.fed = ids_BN.numel() if own is None else int(own.sum())
+            root_B1 = to_device(root, self.device)[:, None]
+            if depth_BN is None:
+                depth_BN = torch.arange(n, device=self.device)[None, :]
+            positions = self.positions(root_B1, depth_BN)
+            if self.forward_pass.reads_positions:
+                at = self._nodes.of_pass(positions, root_B1, ancestors_BNM)
+                contexts.enter_context(at_positions(at))
+            if self.sources is not None:
+                contexts.enter_context(self.sources.reading())
+            logits, features = self.forward_pass(
+                ids_BN,
+                positions,
+                self._masks(root_B1, n, ancestors_BNM),
+                self.slots.layers if self.states is None else self.states.among(self.slots.layers),
+                None if columns is None else to_device(columns, self.device),
+                self.captured_layers,
+            )
         self.take_features(features)
         return logits
 
@@ -216,45 +229,6 @@ class CachedLM(CachedRows):
             with self.only(row, row + 1):
                 self.read(ids, np.zeros_like(count), count)
         states.rewind(start, settle=settle)
-
-    def run(
-        self,
-        ids_BN: Tensor,
-        first_B1: Tensor,
-        columns_BK: Tensor | None = None,
-        depth_BN: Tensor | None = None,
-        ancestors_BNM: Tensor | None = None,
-    ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """The work of `forward` on the device, after `Slots.place`: logits and hidden states.
-
-        first_B1, columns_BK: start and columns of `forward`, int64 on the device. With static slots
-        it is one graph of tensors, the same for the same shapes and the same number of slots that
-        attention gets. That number grows by `LeanForward.slot_step`.
-        """
-        n = ids_BN.shape[1]
-        if self.slots.static:
-            self.slots.locate(first_B1, n)
-        base_B1 = first_B1
-        if ancestors_BNM is not None:
-            base_B1 = first_B1 + (n - ancestors_BNM.shape[2])
-        if depth_BN is None:
-            depth_BN = torch.arange(n, device=self.device)[None, :]
-        positions = self.positions(base_B1, depth_BN)
-        with ExitStack() as contexts:
-            if self.forward_pass.reads_positions:
-                at = self._nodes.of_pass(positions, base_B1, ancestors_BNM)
-                contexts.enter_context(at_positions(at))
-            if self.sources is not None:
-                contexts.enter_context(self.sources.reading())
-            result: tuple[Tensor, Mapping[int, Tensor]] = self.forward_pass(
-                ids_BN,
-                positions,
-                self._masks(base_B1, n, ancestors_BNM),
-                self.slots.layers if self.states is None else self.states.among(self.slots.layers),
-                columns_BK,
-                self.captured_layers,
-            )
-        return result
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         """int64 [B, n]: the positions of fed tokens that are so far behind the slots `base_B1`."""
@@ -320,7 +294,7 @@ class CachedLM(CachedRows):
         exact = self.keeps_bits or (self.exact_bits and self.dtype.itemsize != 2)
         # In 16 bits, other products of longer passes have other bits.
         fed = n if self.dtype.itemsize != 2 else self.fed
-        chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and not slots.static and exact
+        chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and exact
         dtype, windows = self.dtype, self._distinct_windows
         visible = [slots.mask(base_B1, n, ancestors_BNM, window) for window in windows]
         if self.watch is not None:

@@ -112,7 +112,6 @@ class CachedRows:
             capacity,
             self.device,
             step=self.forward_pass.slot_step,
-            static=self.forward_pass.static_slots,
             states=len(self.kept_layers),
         )
         if self.sources is not None:

@@ -11,9 +11,6 @@ Memory is allocated for some rows, and the first of them are in use. A row that 
 for another one, without a new allocation.
 
 Layers may be on different devices. A layer's keys and values are on the device of the layer.
-
-Static slots are for passes that are one graph of tensors (`CachedLM.run`): the host knows how many
-slots attention gets, in steps, and a tensor on the device says where tokens go.
 """
 
 from collections.abc import Iterator, Sequence
@@ -139,8 +136,8 @@ class Slots(FedRows):
     """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
     step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
-    masked. static: the host does not say where tokens go, so `locate` follows each `place`. states:
-    how many hidden states of each token are kept beside the layers (`keep_states`).
+    masked. states: how many hidden states of each token are kept beside the layers
+    (`keep_states`).
     """
 
     def __init__(
@@ -151,10 +148,9 @@ class Slots(FedRows):
         device: torch.device,
         *,
         step: int = 1,
-        static: bool = False,
         states: int = 0,
     ) -> None:
-        self.device, self._step, self.static = device, step, static
+        self.device, self._step = device, step
         capacity = round_up_slots(capacity, step)
         self.rows = rows  # those in use
         self.allocated = rows, capacity  # rows, and slots of each
@@ -180,19 +176,17 @@ class Slots(FedRows):
         root: np.ndarray | None = None,
         *,
         counts: np.ndarray | None = None,
-        ahead: bool = False,
     ) -> None:
         """The next n fed tokens go to the slots from `start`, int [B].
 
         counts: int [B], only the first ones of each row are fed, as a list (`RealTokens`). None:
         all.
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
-        up to the last one. root: int [B], for the nodes of a tree, the slot of its first node.
-        ahead: with static slots, several passes feed these tokens; `locate` comes before each."""
+        up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
         window = self._window
         starts = start.tolist()
         first, last = min(starts), max(starts)
-        window.fresh = not last and not ahead
+        window.fresh = not last
         window.real = None
         if counts is not None and (counts < n).any():
             window.real = RealTokens(counts, n, self.device)
@@ -203,8 +197,6 @@ class Slots(FedRows):
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
         window.read = slice(0, window.end)
-        if self.static:
-            return
         if sliding is not None:
             base = start if root is None else root
             capacity = self.allocated[1]
@@ -217,18 +209,15 @@ class Slots(FedRows):
         elif first == last:
             window.begin = first
         else:
-            self.locate(to_device(start, self.device)[:, None], n)
+            rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+            first_B1 = to_device(start, self.device)[:, None]
+            window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
     def wrote(self, ends: np.ndarray | int) -> None:
         """The fed rows may have written the slots below these, int or int [B]. What writes into the
         layers without `place` must call it."""
         written = self._written[self._fed]
         np.maximum(written, ends, out=written)
-
-    def locate(self, first_B1: Tensor, n: int) -> None:
-        """The next n fed tokens go to the slots from `first_B1`, int64 on the device."""
-        rows_B1 = torch.arange(len(first_B1), device=self.device)[:, None]
-        self._window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
     def keep_states(self, values: Sequence[Tensor]) -> None:
         """Keep hidden states of the placed tokens, [B, n, H] each, in the slots of their keys."""

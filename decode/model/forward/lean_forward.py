@@ -32,27 +32,22 @@ from decode.model.forward.low_rank_output import output_product
 from decode.model.forward.rotations import Rotation, Rotations
 from decode.model.hidden_states import FINAL
 
-# Not on a CPU, keys are padded to a multiple of this. Then many steps of a growing text have
-# tensors of one shape.
-STATIC_SLOT_STEP = 256
-
 
 class LeanForward(PackedLayer):
     """A causal LM as embedding, `LeanLayer`s, norm and output layer.
 
     rotary: the model's module of rotary positions. rotary_kinds: the layer types it takes as an
     argument, empty if it takes none. scale: what embeddings are multiplied with. softcap: the
-    softcap of the logits. It shares the parameters of the model.
+    softcap of the logits. It shares the parameters of the model, and its products are packed, so it
+    runs on a CPU only.
 
-    packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
-    over static slots (`decode.model.cache.slots`).
-    pads: whether it computes the padding of a pass. Else it computes the list of its tokens
+    pads: whether it computes the padding of a pass. It computes the list of its tokens
     (`RealTokens`) only.
     keeps_bits: see `CachedLM.keeps_bits`.
     skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
 
-    has_our_attention = True
+    has_our_attention, pads, reads_positions, slot_step = True, False, False, SLOT_STEP
     skipped_attention: frozenset[int] = frozenset()
     skipped_mlps: frozenset[int] = frozenset()
 
@@ -67,23 +62,17 @@ class LeanForward(PackedLayer):
         rotary_kinds: Sequence[str] = (),
         scale: float = 1.0,
         softcap: float | None = None,
-        packed: bool = True,
     ) -> None:
         super().__init__()
-        self.static_slots = self.pads = not packed
-        self.reads_positions = False
-        self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
-        self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
+        self.layers = nn.ModuleList(LeanLayer(parts) for parts in layers)
         self._rotations, self._kinds = Rotations(rotary), [str(parts.kind) for parts in layers]
         self.refresh()
-        self.output = output_product(output, packed=packed)
+        self.output = output_product(output)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
         # Capped scores are sums whose order depends on the number of tokens.
-        self.keeps_bits = (
-            packed
-            and all(parts.softcap is None for parts in layers)
-            and products_keep_bits(self, LONGEST_CHAIN)
+        self.keeps_bits = all(parts.softcap is None for parts in layers) and products_keep_bits(
+            self, LONGEST_CHAIN
         )
 
     def refresh(self) -> None:

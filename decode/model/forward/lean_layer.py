@@ -9,22 +9,19 @@ from torch import Tensor, nn
 from decode.model.forward.attention_mask import Attend, SlotAttention
 from decode.model.forward.few_rows_layers import FewRowsPass, few_rows_layer
 from decode.model.forward.layer_parts import LayerParts
-from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm, Product, product
+from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm, PackedLinear, Product
 from decode.model.forward.rotations import Rotation
 
 
 class LeanLayer(nn.Module):
-    """Attention and a gated feed-forward network, each added to the residual stream.
+    """Attention and a gated feed-forward network, each added to the residual stream."""
 
-    packed: with packed products.
-    """
-
-    def __init__(self, parts: LayerParts, *, packed: bool = True) -> None:
+    def __init__(self, parts: LayerParts) -> None:
         super().__init__()
         self.parts = parts
-        self.qkv = product(*parts.qkv, packed=packed)
-        self.out, self.down = (product(x, packed=packed) for x in (parts.out, parts.down))
-        self.gate_up = nn.ModuleList(product(x, packed=packed) for x in parts.gate_up)
+        self.qkv = PackedLinear(*parts.qkv)
+        self.out, self.down = PackedLinear(parts.out), PackedLinear(parts.down)
+        self.gate_up = nn.ModuleList(PackedLinear(x) for x in parts.gate_up)
         for name in ("attention_in", "attention_out", "mlp_in", "mlp_out"):
             setattr(self, name, getattr(parts, name))
         self.query_norm, self.key_norm = parts.query_norm, parts.key_norm

@@ -1,7 +1,6 @@
-"""The parts of the lean forward whose fastest form differs between devices: products and norms.
+"""The products and norms of the lean forward, in their fastest form on a CPU.
 
-On a CPU, weights are packed: kept in the layout of our kernels for few rows (`few_rows`), or of
-PyTorch's. Elsewhere the products are those of the model's linear layers, and a norm is one kernel.
+Weights are packed: kept in the layout of our kernels for few rows (`few_rows`), or of PyTorch's.
 """
 
 import functools
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 from transformers.pytorch_utils import Conv1D
 
 from decode.model.forward import few_rows
@@ -136,29 +134,6 @@ def _packed_by_torch(weights: Sequence[Tensor]) -> Tensor:
     return packed
 
 
-class PlainLinear(Product):
-    """A product on any device, without a second copy of the weights. Several layers are several
-    products."""
-
-    def __init__(self, *layers: nn.Linear) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
-        products = [layer(x) for layer in self.layers]
-        result = products[0] if len(products) == 1 else torch.cat(products, -1)
-        return result if activation == "none" else ACTIVATIONS[activation, algorithm](result)
-
-    def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        result = self(x)
-        return other + result if operation == "add" else other * result
-
-
-def product(*layers: nn.Linear, packed: bool) -> Product:
-    """The product of these layers, packed or not."""
-    return PackedLinear(*layers) if packed else PlainLinear(*layers)
-
-
 def version(x: Tensor) -> tuple[int, int]:
     """Changes when a tensor is replaced or changed in place."""
     # Tensors created in inference mode have no version counter. They are not trained either.
@@ -168,16 +143,13 @@ def version(x: Tensor) -> tuple[int, int]:
 class LeanNorm(PackedLayer):
     """RMS norm (1910.07467) times `weight` + `offset`.
 
-    packed: for a CPU. There it is the layer norm of [x, −x], which has mean 0: PyTorch has one
-    operation for layer norm on a CPU, and about ten small ones for RMS norm. On a GPU, RMS norm is
-    one kernel.
+    It is the layer norm of [x, −x], which has mean 0: PyTorch has one operation for layer norm on a
+    CPU, and about ten small ones for RMS norm.
     """
 
-    def __init__(
-        self, weight: Tensor, eps: float, offset: float = 0.0, *, packed: bool = True
-    ) -> None:
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.eps, self.offset, self.packed = weight, eps, offset, packed
+        self.weight, self.eps, self.offset = weight, eps, offset
         self._state: tuple[int, int] | None = None
         self.refresh()
 
@@ -189,15 +161,11 @@ class LeanNorm(PackedLayer):
         with torch.inference_mode(False):
             weight = self.weight.detach()
             gain = weight.float() + self.offset if self.offset else weight
-            self._gain = torch.cat([gain, gain]) if self.packed else gain
+            self._gain = torch.cat([gain, gain])
         self._state = state
 
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[-1]
-        if not self.packed:
-            # The kernel takes one dtype, and 1 + weight is float32.
-            normed = rms_norm(x.to(self._gain.dtype), (size,), self._gain, self.eps)
-            return normed.to(x.dtype)
         # Without the function of `torch.nn`, whose checks take as long as the sums of a token.
         normed = torch.layer_norm(torch.cat([x, -x], -1), (2 * size,), self._gain, None, self.eps)
         return normed[..., :size]

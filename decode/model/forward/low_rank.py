@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from decode.base.errors import UserError
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_layer import LeanLayer
-from decode.model.forward.lean_parts import ACTIVATIONS, PackedLinear, PlainLinear, Product
+from decode.model.forward.lean_parts import ACTIVATIONS, PackedLinear, Product
 from decode.model.forward.transformers_forward import TransformersForward
 
 M = TypeVar("M", bound=nn.Module)
@@ -130,7 +130,7 @@ def _product(part: nn.Module, adapters: ByWeight) -> AdaptedProduct | None:
     """The product in the place of a linear layer or a product, if it has an adapter."""
     if isinstance(part, nn.Linear | Conv1D):
         layers = [part]
-    elif isinstance(part, PackedLinear | PlainLinear):
+    elif isinstance(part, PackedLinear):
         layers = list(part.layers)
     else:
         return None

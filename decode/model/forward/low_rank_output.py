@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
-from decode.model.forward.lean_parts import product
+from decode.model.forward.lean_parts import PackedLinear
 
 
 class LowRankLinear(nn.Linear):
@@ -41,11 +41,11 @@ class LowRankLinear(nn.Linear):
         return self.up.bias
 
 
-def output_product(layer: nn.Linear, *, packed: bool) -> nn.Module:
+def output_product(layer: nn.Linear) -> nn.Module:
     """The product of an output layer (`decode.model.forward.lean_parts`), or of both factors."""
     if isinstance(layer, LowRankLinear):
-        return nn.Sequential(*(product(x, packed=packed) for x in (layer.down, layer.up)))
-    return product(layer, packed=packed)
+        return nn.Sequential(PackedLinear(layer.down), PackedLinear(layer.up))
+    return PackedLinear(layer)
 
 
 def factors(weight: Tensor, rank: int) -> list[Tensor]:

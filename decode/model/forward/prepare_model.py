@@ -75,8 +75,7 @@ def prepare(model: PreTrainedModel, *, lean: bool | None = None) -> Forward:
     """The forward that the loop runs.
 
     lean: the lean forward or transformers'. None: what an earlier call chose for this model; else
-    lean where products can be packed and it computes the same. On a GPU the default is
-    transformers' forward, because the lean one was never measured there.
+    lean where products can be packed, which is on a CPU only, and it computes the same.
 
     It is made once, and all decoders of the model share it while the model exists: packing takes
     time and memory, and two decoders can be compared only if both run on the same kernels. It is
@@ -159,7 +158,9 @@ def _chosen_forward(
         reason = unpacked
     else:
         try:
-            return lean_forward(model, packed=packed), None
+            if unpacked is not None:
+                raise NotLean(unpacked)
+            return lean_forward(model), None
         except NotLean as error:
             if choice:
                 raise UserError(
@@ -193,7 +194,7 @@ def pack_layers(module: nn.Module, keep: type[nn.Module] = LeanLayer) -> None:
     """Replace a module's linear layers with packed ones, except inside of modules of type `keep`.
     RMS norms become `LeanNorm`s. Parameters keep their names."""
     for name, child in list(module.named_children()):
-        lean = lean_norm(child, True) if type(child).__name__.endswith("RMSNorm") else None
+        lean = lean_norm(child) if type(child).__name__.endswith("RMSNorm") else None
         if type(child) in (nn.Linear, Conv1D):
             setattr(module, name, PackedLinear(child))
         elif lean is not None:

@@ -39,11 +39,9 @@ class NotLean(Exception):
 
 
 @torch.no_grad()
-def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
-    """The lean forward of a model. Raises NotLean if it would compute something else.
-
-    packed: with packed products, as on a CPU. Else its products and norms are for any device, and
-    it needs no second copy of the weights.
+def lean_forward(model: PreTrainedModel) -> LeanForward:
+    """The lean forward of a model whose products can be packed. Raises NotLean if it would compute
+    something else.
 
     One layer of each kind is compared with transformers' on random states, in float32 up to
     rounding: a layer may have the parts of llama's and combine them in another way. What is before
@@ -68,12 +66,12 @@ def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
         raise NotLean("it is no list of layers with rotary positions")
     last_norm: Any = getattr(stack, "norm", None)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    norm = lean_norm(last_norm, packed)
+    norm = lean_norm(last_norm)
     if embedding is None or norm is None or type(output) not in (nn.Linear, LowRankLinear):
         raise NotLean("its embedding, last norm or output layer is of another kind")
     config = model.config.get_text_config()
     tried: set[Any] = set()
-    parts = [_checked_parts(layer, rotary, config, packed, tried) for layer in layers]
+    parts = [_checked_parts(layer, rotary, config, tried) for layer in layers]
     lean = LeanForward(
         embedding,
         parts,
@@ -82,7 +80,6 @@ def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
         rotary,
         rotary_kinds=getattr(rotary, "layer_types", None) or (),
         softcap=getattr(config, "final_logit_softcapping", None),
-        packed=packed,
     )
     _require_same_logits(model, lean, layers[0], last_norm)
     return lean
@@ -93,16 +90,14 @@ def is_wrapped(model: nn.Module) -> bool:
     return is_hooked(model) or bool(getattr(model, "is_quantized", False))
 
 
-def _checked_parts(
-    layer: nn.Module, rotary: nn.Module, config: Any, packed: bool, tried: set[Any]
-) -> LayerParts:
+def _checked_parts(layer: nn.Module, rotary: nn.Module, config: Any, tried: set[Any]) -> LayerParts:
     """The parts of a layer that computes what `LeanLayer` computes. tried: the kinds of layers that
     did so. Raises NotLean."""
-    parts = layer_parts(layer, config, packed)
+    parts = layer_parts(layer, config)
     if parts is None:
         raise NotLean(f"{type(layer).__name__} has parts of another kind than llama's layers")
     kind = parts.kind, _kind(layer)
-    if kind not in tried and not _computes_the_same(layer, rotary, config, packed):
+    if kind not in tried and not _computes_the_same(layer, rotary, config):
         raise NotLean(f"{type(layer).__name__} computes something else with the parts of llama's")
     tried.add(kind)
     return parts
@@ -128,18 +123,16 @@ def _is_setting(name: str, value: Any) -> bool:
     return simple and name not in ("layer_idx", "layer_id", "training")
 
 
-def layer_parts(layer: Any, config: Any, packed: bool) -> LayerParts | None:
+def layer_parts(layer: Any, config: Any) -> LayerParts | None:
     """The parts of a decoder layer, or None if it has parts of another kind. Whether it combines
-    them as `LeanLayer` does is not checked here. packed: the form of the norms."""
+    them as `LeanLayer` does is not checked here."""
     attention: Any = getattr(layer, "self_attn", None)
     mlp: Any = getattr(layer, "mlp", None)
     if mlp is None or not (hasattr(attention, "head_dim") and hasattr(attention, "scaling")):
         return None
     children = dict(layer.named_children())
-    norms = {name: lean_norm(child, packed) for name, child in children.items() if "norm" in name}
-    inner = {
-        name: lean_norm(getattr(attention, name, None), packed) for name in ("q_norm", "k_norm")
-    }
+    norms = {name: lean_norm(child) for name, child in children.items() if "norm" in name}
+    inner = {name: lean_norm(getattr(attention, name, None)) for name in ("q_norm", "k_norm")}
     rest = {name for name in children if name not in norms} - {"self_attn", "mlp"}
     only_dropout = all(type(children[name]) is nn.Dropout for name in rest)
     roles = _NORM_ROLES.get(frozenset(norms))
@@ -201,7 +194,7 @@ def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
     return [x for x in linears if type(x) is nn.Linear] if None not in linears else []
 
 
-def lean_norm(norm: Any, packed: bool) -> LeanNorm | None:
+def lean_norm(norm: Any) -> LeanNorm | None:
     """A RMS norm with weight w or 1 + w. None for other modules."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     weight = getattr(norm, "weight", None)
@@ -211,7 +204,7 @@ def lean_norm(norm: Any, packed: bool) -> LeanNorm | None:
     with torch.no_grad():
         expected = norm(x)
         for offset in (0.0, 1.0):
-            lean = LeanNorm(weight, eps, offset, packed=packed)
+            lean = LeanNorm(weight, eps, offset)
             if _agree(lean(x), expected, LOGIT_TOLERANCE[weight.dtype]):
                 return lean
     return None
@@ -227,13 +220,13 @@ def _activation(function: Any) -> tuple[str, str] | None:
     return None
 
 
-def _computes_the_same(layer: nn.Module, rotary: nn.Module, config: Any, packed: bool) -> bool:
+def _computes_the_same(layer: nn.Module, rotary: nn.Module, config: Any) -> bool:
     """Whether a lean layer adds the same to random hidden states."""
     layer = copy.deepcopy(layer).float()
-    parts = layer_parts(layer, config, packed)
+    parts = layer_parts(layer, config)
     if parts is None:
         return False
-    lean, device = LeanLayer(parts, packed=packed), parts.out.weight.device
+    lean, device = LeanLayer(parts), parts.out.weight.device
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, TOKENS, parts.out.out_features, generator=generator).to(device)
     positions = torch.arange(TOKENS, device=device)[None] * STRIDE

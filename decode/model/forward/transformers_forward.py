@@ -89,7 +89,7 @@ class TransformersForward(nn.Module):
     keeps_bits: see `CachedLM.keeps_bits`.
     """
 
-    static_slots, pads = False, True
+    pads = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
