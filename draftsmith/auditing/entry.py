@@ -44,8 +44,8 @@ def audit(
     token ids. options: sampling, number and length of the answers, exact short ones, level and
     rounding.
     baseline: the address of the same engine without drafts, for weights that are not the target's:
-    its law is then the one to keep to, and the rounding of its greedy tokens is allowed. drafter,
-    gamma: the one that the engine uses, and the tokens of its drafts: its acceptance must then be
+    its law is then the one to keep to, and the rounding of its greedy tokens is allowed; answers
+    that it does not give cost their comparisons only. drafter, gamma: the one that the engine uses, and the tokens of its drafts: its acceptance must then be
     that of our own loop; None: acceptance is said, not judged. protocol: `completions` is
     `/v1/completions` with token ids, `llama-server` its own `/completion`. model: the server's name
     for the model; None: the first that it lists. key_env: the environment variable with the
