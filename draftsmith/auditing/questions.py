@@ -188,7 +188,7 @@ class Questions:
     def _of_baseline(
         self, group: str, sampling: Sampling, samples: int
     ) -> tuple[AskedTexts, list[JudgedText], list[Finding]]:
-        """As `_judged`, and a finding if answers are missing, which costs their comparisons only."""
+        """As `_judged`, and a finding if answers are missing; it costs their comparisons only."""
         try:
             asked, texts = self._judged(self.urls[1], sampling, samples, later=1)
         except UserError as error:
