@@ -26,8 +26,11 @@ class AnswerText:
         *,
         skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
+        keep_blank: bool = False,
     ) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
+        self._stream = TextStream(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, keep_blank=keep_blank
+        )
         self._stops = stops
         self._held = ""
         self.stopped: str | None = None

@@ -43,10 +43,16 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 class TextPieces(BaseStreamer):
     """A streamer for `generate()`, here or in transformers. It calls `write` with each piece of the
     answer's text as soon as its tokens are final. Pieces never split a character, leave out special
-    tokens, and add up to the text."""
+    tokens, and add up to the text. keep_blank: see `TextStream`; set it with a grammar."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=True)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        write: Callable[[str], None],
+        *,
+        keep_blank: bool = False,
+    ) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=True, keep_blank=keep_blank)
         self._write = write
 
     def put(self, value: torch.Tensor) -> None:
@@ -222,7 +228,8 @@ class SpeculativeGenerator:
             )
             if streamer is not None:
                 streamer.end()
-        texts = [text_of(self.tokenizer, output) for output in decoded.outputs]
+        ruled = grammar is not None
+        texts = [text_of(self.tokenizer, x, keep_blank=ruled) for x in decoded.outputs]
         return texts[0] if single else texts
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
@@ -240,7 +247,9 @@ class SpeculativeGenerator:
 
         def work() -> None:
             try:
-                self.generate(prompt, streamer=TextPieces(self.tokenizer, write), **options)
+                ruled = options.get("grammar") is not None
+                streamer = TextPieces(self.tokenizer, write, keep_blank=ruled)
+                self.generate(prompt, streamer=streamer, **options)
                 pieces.put(None)
             except BaseException as error:  # raised again in the reader
                 pieces.put(error)

@@ -18,7 +18,8 @@ class TextStream:
     same however many tokens a call brings. A call decodes only the last piece's tokens and the
     tokens since then.
 
-    skip_special_tokens: these have no text, except those in `shown`.
+    skip_special_tokens: these have no text, except those in `shown`. keep_blank: the text keeps a
+    blank that its first token begins with, as a grammar has it. SentencePiece's decoders drop it.
     held: the text that is held back, as it would be if the sequence ended here.
     """
 
@@ -28,14 +29,15 @@ class TextStream:
         *,
         skip_special_tokens: bool,
         shown: frozenset[int] = frozenset(),
+        keep_blank: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._hidden = special_ids(tokenizer) - shown if skip_special_tokens and shown else None
         # The last piece is needed because some tokenizers write the space of a token only if
         # another token precedes it.
-        self._last: list[int] = []
-        self._last_text = ""
+        self._last = _letter(tokenizer) if keep_blank else []
+        self._last_text = self._decode(self._last)
         self._waiting: list[int] = []  # the tokens that are held back
         self.held = ""
 
@@ -86,15 +88,23 @@ class TextStream:
         return decode(self._tokenizer, ids, skip_special_tokens=skip) if ids else ""
 
 
+def _letter(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A token with a letter, as others may follow it."""
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in ("a", "<0x61>")]
+    return [i for i in ids if i is not None and i != tokenizer.unk_token_id][:1]
+
+
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The ids that have no text where special tokens are skipped."""
     added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset((*tokenizer.all_special_ids, *added))
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def text_of(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, keep_blank: bool = False
+) -> str:
     """The text of token ids without special tokens, as `TextStream` gives it."""
-    stream = TextStream(tokenizer, skip_special_tokens=True)
+    stream = TextStream(tokenizer, skip_special_tokens=True, keep_blank=keep_blank)
     return stream.add(ids) + stream.end()
 
 

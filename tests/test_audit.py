@@ -101,6 +101,24 @@ def test_a_server_is_judged_beside_its_baseline(server: Running) -> None:
     assert sum(x.name.startswith("beside the baseline") for x in found.findings) == 8
 
 
+@pytest.mark.parametrize(("missing", "verdict"), [(1, Judgement.EQUAL), (4, Judgement.UNJUDGED)])
+def test_what_a_baseline_does_not_answer_costs_its_comparison_only(
+    server: Running, missing: int, verdict: Judgement
+) -> None:
+    baseline = AnswerEngine(never=list(map(list, PROMPTS[:missing])))
+    options = AuditOptions(samples=1, max_new_tokens=24)
+    with served(baseline.app()) as url:
+        found = draftsmith.audit(server.url, TARGET, PROMPTS[:4], options, baseline=url, retries=0)
+    told = {x.group: x for x in found.findings if x.name == "answers of the baseline"}
+    assert {x.verdict for x in told.values()} == {verdict}
+    assert told["greedy"].detail.startswith(f"{missing} of 4 are missing")
+    assert told["sampled"].detail.startswith(f"{missing} of 4 are missing")
+    assert not names(found, Judgement.WRONG)
+    equal = names(found, Judgement.EQUAL)
+    assert equal >= {"greedy ends and usage", "sampled ends and usage", "contract stop strings"}
+    assert ("greedy tokens beside the baseline" in equal) == (missing < 4)
+
+
 def test_another_model_is_not_judged(server: Running) -> None:
     other = tiny_target(seed=1)
     found = draftsmith.audit(server.url, other, PROMPTS[:2], AuditOptions(sampling=Sampling()))

@@ -32,7 +32,7 @@ from draftsmith.export.file_schema import StoredTensor, TensorSpec, key_problems
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, format_for
 from draftsmith.export.formats.layer_format import llama_settings
 from draftsmith.export.model_card import drafter_card
-from draftsmith.export.model_directory import older_names
+from draftsmith.export.model_directory import for_older_readers, older_names
 from draftsmith.export.trained_drafter import TrainedDrafter
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
@@ -293,6 +293,26 @@ def test_rotary_positions_are_written_for_transformers_4_too(
     )
     problems = FORMATS["hf"].problems(tmp_path / "out")
     assert any("rope_scaling is" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("family", "part"), [("llama", None), ("glm", 0.5)])
+def test_a_rotated_part_that_a_family_does_not_read_is_not_written(
+    family: str, part: float | None, tmp_path: Path
+) -> None:
+    """transformers 5 rotates all of llama's heads, whatever the config says, and half of GLM's.
+    Other engines read the key for both."""
+    rope = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    config = transformers.AutoConfig.for_model(
+        family, rope_parameters=rope, head_dim=8, hidden_size=32, num_attention_heads=4,
+        num_hidden_layers=1, num_key_value_heads=2, intermediate_size=32, vocab_size=16,
+        pad_token_id=0,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}", "utf-8")
+    for_older_readers(tmp_path, "float32")
+    written = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert written.get("partial_rotary_factor") == part
+    assert written["rope_parameters"].get("partial_rotary_factor") == part
 
 
 @pytest.mark.parametrize("family", ["apertus", "gpt_oss"])

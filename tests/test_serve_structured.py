@@ -218,7 +218,7 @@ def with_mark(mark: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Formats with the text of a token in them, each with the only text that it allows."""
     written = json.dumps(mark, ensure_ascii=False)
     yield {"guided_regex": f"a{re.escape(mark)}{re.escape(mark)}"}, f"a{mark}{mark}"
-    yield {"guided_choice": [f"{mark} b"]}, f"{mark} b"
+    yield {"guided_choice": [f" {mark} b"]}, f" {mark} b"  # also the blank before it
     yield {"guided_json": {"const": mark}}, written
     constant = {
         "type": "json_schema",

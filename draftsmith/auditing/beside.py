@@ -24,7 +24,11 @@ def beside_findings(
     texts: Sequence[JudgedText], baseline: Sequence[JudgedText], level: float
 ) -> list[Finding]:
     """The findings about sampled texts beside those of a baseline. level: the probability that an
-    engine whose texts have the baseline's law is called wrong by any of them."""
+    engine whose texts have the baseline's law is called wrong by any of them. Prompts that only one
+    of them answered are left out."""
+    answered = {text.text.number for text in texts} & {text.text.number for text in baseline}
+    texts = [text for text in texts if text.text.number in answered]
+    baseline = [text for text in baseline if text.text.number in answered]
     if few := too_few(texts) or too_few(baseline):
         return [few]
     figures: dict[str, Figures] = {name: _bins(at) for at, name in enumerate(ORDER_NAMES.values())}

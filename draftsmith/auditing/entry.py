@@ -44,13 +44,14 @@ def audit(
     token ids. options: sampling, number and length of the answers, exact short ones, level and
     rounding.
     baseline: the address of the same engine without drafts, for weights that are not the target's:
-    its law is then the one to keep to, and the rounding of its greedy tokens is allowed. drafter,
-    gamma: the one that the engine uses, and the tokens of its drafts: its acceptance must then be
-    that of our own loop; None: acceptance is said, not judged. protocol: `completions` is
-    `/v1/completions` with token ids, `llama-server` its own `/completion`. model: the server's name
-    for the model; None: the first that it lists. key_env: the environment variable with the
-    server's key. concurrency: requests at a time. timeout_seconds: for one answer. retries: after a
-    broken connection or a status 408, 409, 429 or 5xx. say: called with what is done.
+    its law is then the one to keep to, and the rounding of its greedy tokens is allowed; answers
+    that it does not give cost their comparisons only. drafter, gamma: the one that the engine uses,
+    and the tokens of its drafts: its acceptance must then be that of our own loop; None: acceptance
+    is said, not judged. protocol: `completions` is `/v1/completions` with token ids, `llama-server`
+    its own `/completion`. model: the server's name for the model; None: the first that it lists.
+    key_env: the environment variable with the server's key. concurrency: requests at a time.
+    timeout_seconds: for one answer. retries: after a broken connection or a status 408, 409, 429 or
+    5xx. say: called with what is done.
     Raises UserError for a server that cannot be asked, with the reason, and for bad arguments.
     """
     options = options or AuditOptions()

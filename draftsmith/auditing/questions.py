@@ -100,9 +100,12 @@ class Questions:
             return findings
         if len(self.urls) == 1:
             return [*findings, *greedy_findings(texts, self.level), *worth]
-        plain, of_plain = self._of_baseline(sampling, 1)
+        plain, of_plain, missing = self._of_baseline("greedy", sampling, 1)
+        findings += [*missing, *worth]
+        if not of_plain:
+            return findings
         findings += greedy_findings(texts, self.level, of_plain)
-        return [*findings, *worth, drafts.speed_finding(asked.speed, plain.speed)]
+        return [*findings, drafts.speed_finding(asked.speed, plain.speed)]
 
     def sampled(self) -> list[Finding]:
         sampling = self.options.sampling
@@ -110,8 +113,9 @@ class Questions:
         findings = [_contract("sampled", asked)]
         if len(self.urls) == 1:
             return [*findings, *sampled_findings(texts, self.level), *worth]
-        _, baseline = self._of_baseline(sampling, self.options.samples)
-        return [*findings, *beside_findings(texts, baseline, self.level), *worth]
+        _, baseline, missing = self._of_baseline("sampled", sampling, self.options.samples)
+        findings += [*missing, *worth]
+        return [*findings, *beside_findings(texts, baseline, self.level)] if baseline else findings
 
     def contract(self) -> list[Finding]:
         self.say("asking for streams, stop strings and seeds")
@@ -181,12 +185,23 @@ class Questions:
         )  # fmt: skip
         return asked, texts, [finding]
 
-    def _of_baseline(self, sampling: Sampling, samples: int) -> tuple[AskedTexts, list[JudgedText]]:
-        """Raises UserError for a baseline without answers."""
-        asked, texts = self._judged(self.urls[1], sampling, samples, later=1)
-        if not texts:
-            raise UserError(f"{self.urls[1]} gave no answer that can be judged, as a baseline must")
-        return asked, texts
+    def _of_baseline(
+        self, group: str, sampling: Sampling, samples: int
+    ) -> tuple[AskedTexts, list[JudgedText], list[Finding]]:
+        """As `_judged`, and a finding if answers are missing; it costs their comparisons only."""
+        try:
+            asked, texts = self._judged(self.urls[1], sampling, samples, later=1)
+        except UserError as error:
+            asked, texts = AskedTexts(left_out=[str(error)]), []
+        count = samples * len(self.prompts)
+        if len(texts) >= count:
+            return asked, texts, []
+        detail = (
+            f"{count - len(texts)} of {count} are missing or cannot be judged, so that what is "
+            f"beside them is not compared; the first: {[*asked.left_out, *asked.faults][0]}"
+        )
+        verdict = Judgement.EQUAL if texts else Judgement.UNJUDGED
+        return asked, texts, [Finding(group, "answers of the baseline", verdict, detail)]
 
     def _judged(
         self, url: str, sampling: Sampling, samples: int, later: int = 0

@@ -14,6 +14,7 @@ from draftsmith.cli.command import (
     Loading,
     TargetOption,
     TokensOption,
+    read_schema,
     write_json,
 )
 from train.base.console import quieten
@@ -49,9 +50,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     schema: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="a file with a JSON Schema that each answer fits"
-        ),
+        typer.Option(help="a file with a JSON Schema that each answer fits"),
     ] = None,
     svg: Annotated[
         Path | None, typer.Option(help="write a picture of the conversation here at the end")
@@ -74,10 +73,11 @@ def chat(
 
     quieten()
     settings = DecodeSettings(**decoding.settings)
+    schema_text = read_schema(schema)
     console = make_console(colour=not os.environ.get("NO_COLOR"))
     target = loading.load(drafter, only_decodes=True)
-    if schema is not None:
-        grammar = Grammars.of(target).json_schema(schema.read_text(encoding="utf-8"))
+    if schema_text is not None:
+        grammar = Grammars.of(target).json_schema(schema_text)
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))
     if drafter is None:
         spec, opened, why = default_drafter(target, RUN)

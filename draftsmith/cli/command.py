@@ -322,7 +322,8 @@ class CallerOptions:
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of the command whose type is a dataclass with the options that are the
-    dataclass's fields. A command that takes a group has all its options."""
+    dataclass's fields. A command that takes a group has all its options. In each option that is a
+    path, ~ is the user's home: shells leave it as it is in `--out=~/x`."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
@@ -334,6 +335,7 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
+        values = {name: _from_home(value) for name, value in values.items()}
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
@@ -343,6 +345,12 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     wrapper.__signature__ = inspect.Signature(options)
     wrapper.__annotations__ = {option.name: option.annotation for option in options}
     return run
+
+
+def _from_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_home(x) for x in value]
+    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
 
 
 def _group_options(group: Any) -> Iterator[inspect.Parameter]:
@@ -384,6 +392,14 @@ def write_json(file: Path | None, figures: Any) -> None:
     """Write JSON values to the file of `--json`, if there is one."""
     if file is not None:
         write_file(file, json.dumps(figures, indent=2))
+
+
+def read_schema(file: Path | None) -> str | None:
+    """The text of a JSON Schema, if there is one. Raises UserError for a file that has no text."""
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the JSON Schema {file}: {error}") from error
 
 
 def require_writable(*files: Path | None) -> None:

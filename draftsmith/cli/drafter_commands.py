@@ -21,6 +21,7 @@ from draftsmith.cli.command import (
     TokensOption,
     numbers,
     prompt_grammars,
+    read_schema,
     table,
     tokenized_prompts,
     write_json,
@@ -133,9 +134,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     schema: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="a file with a JSON Schema that the answer fits"
-        ),
+        typer.Option(help="a file with a JSON Schema that the answer fits"),
     ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
@@ -166,13 +165,14 @@ def generate(
 
     quieten()
     settings = DecodeSettings(**decoding.settings)
+    schema_text = read_schema(schema)
     link = verifying.link()
     if link is None:
         target = loading.load(drafter, encoder=True, only_decodes=True)
     else:
         target = remote_target(link, loading)
-    if schema is not None:
-        grammar = Grammars.of(target).json_schema(schema.read_text(encoding="utf-8"))
+    if schema_text is not None:
+        grammar = Grammars.of(target).json_schema(schema_text)
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))
     message = {"role": "user", "content": text}
     example = Example("prompt", (message,), text, None, None, "the command line")

@@ -54,7 +54,7 @@ def init(
 ) -> None:
     """Write a config for a target and data. Asks for what is not given, if there is a terminal."""
     if out is None and sys.stdout.isatty():
-        out = Path(_ask("--out", "Config to write", "draftsmith.yaml"))
+        out = Path(_ask("--out", "Config to write", "draftsmith.yaml")).expanduser()
     if out is not None and out.exists():
         raise UserError(f"{out} exists; expected a new file. Give --out another name")
     target = target or _ask("--target", "Target (hub id, directory or GGUF file)", DEFAULT_TARGET)

@@ -114,6 +114,20 @@ def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def rotates_all(directory: Path) -> bool:
+    """Whether each number of a head is rotated, by what the model computes. Its config may name a
+    part that its family does not read."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "default" or rope.get("partial_rotary_factor") is None:
+        return False
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = [2 * len(x) for name, x in model.named_buffers() if name.endswith("inv_freq")]
+    return bool(rotated) and set(rotated) == {head}
+
+
 def for_older_readers(directory: Path, dtype: str) -> None:
     """Add to a model directory the names that transformers 4 and engines built on it need."""
     file = directory / "config.json"
@@ -121,6 +135,10 @@ def for_older_readers(directory: Path, dtype: str) -> None:
     # This is an old name of the target. It says nothing about the drafter.
     config.pop("_model_name_or_path", None)
     config["dtype"] = config["torch_dtype"] = dtype
+    if rotates_all(directory):
+        # Other engines read this key for families of which transformers 5 does not.
+        config.pop("partial_rotary_factor", None)
+        (config.get("rope_parameters") or {}).pop("partial_rotary_factor", None)
     config |= older_names(config)
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     file = directory / "tokenizer_config.json"

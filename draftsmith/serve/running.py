@@ -74,14 +74,19 @@ class Running:
 
         self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
         shown = frozenset[int]() if read.calls is None else read.calls.shown
-        self._texts = [AnswerText(tokenizer, asked.stops, shown=shown) for _ in self.choices]
+        ruled = read.grammar is not None
+        self._texts = [
+            AnswerText(tokenizer, asked.stops, shown=shown, keep_blank=ruled) for _ in self.choices
+        ]
         self._echoes = [_text_of(tokenizer, x) for x in asked.echoed for _ in range(asked.texts)]
         # By choice: the sum of its tokens' log-probabilities.
         self._likelihoods = [0.0] * len(self.choices)
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
-            self._tokens = [AnswerTokens(tokenizer, token_bytes, shown) for _ in self.choices]
+            self._tokens = [
+                AnswerTokens(tokenizer, token_bytes, shown, ruled) for _ in self.choices
+            ]
         self._request = DecodeRequest(
             self.choices,
             read.new_tokens,

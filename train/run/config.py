@@ -2,6 +2,7 @@
 `train.run.config_checks` then finds the settings that do not fit together."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -231,7 +232,7 @@ class RunConfig(Strict):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.output_dir) / self.name
+        return Path(os.path.expanduser(self.output_dir)) / self.name
 
 
 def schema_text() -> str:

@@ -67,15 +67,18 @@ class AnswerToken:
 class AnswerTokens:
     """The tokens of one text as it grows. A token is held back until its characters are final.
     Special tokens have no text; they are here for their log-probabilities. shown: special tokens
-    that have text all the same."""
+    that have text all the same. keep_blank: see `TextStream`."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         token_bytes: TokenBytes,
         shown: frozenset[int] = frozenset(),
+        keep_blank: bool = False,
     ) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=True, shown=shown)
+        self._stream = TextStream(
+            tokenizer, skip_special_tokens=True, shown=shown, keep_blank=keep_blank
+        )
         self._special = {*tokenizer.all_special_ids} - shown
         self._bytes = token_bytes
         self._length = 0  # characters so far
