@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from decode.base.errors import UserError
 from decode.model.identity import Fingerprint, fingerprint, require_same_vocabulary
 from decode.model.loading import EMBEDDED, EmbeddedModel, load_model_and_tokenizer, load_target
+from decode.model.without_weights import load_shapes
 from draftsmith.export.formats.heads_gguf import rotation_slowdowns
 from tests.tiny import (
     EOS_ID,
@@ -265,6 +266,15 @@ def lack_a_shard(directory: Path) -> None:
             lambda path: edit_json(path / "config.json", hidden_size=64),
             r"embed_tokens.weight is \[300, 32\], expected \[300, 64\]; .* and \d+ more",
         ),
+        (
+            lambda path: edit_json(path / "config.json", hidden_size=10**7),
+            r"more than [\d,]+ parameters, .* [\d,]+ bytes.*Embedding.weight is \[300, 100",
+        ),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=10**5), "only .* bytes"),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=10**12), "no model has"),
+        (lambda path: edit_json(path / "config.json", num_labels=10**12), "num_labels is 1000"),
+        (lambda path: edit_json(path / "config.json", architectures=7), "architectures is 7"),
+        (lambda path: edit_json(path / "config.json", architectures=[[1]]), r"is \[\[1\]\] in"),
         (lambda path: edit_json(path / "config.json", eos_token_id="</s>"), "</s>"),
         (lambda path: edit_json(path / "config.json", dtype="float33"), "float33"),
         (lambda path: edit_json(path / "generation_config.json", eos_token_id="</s>"), "</s>"),
@@ -301,6 +311,17 @@ def test_damaged_directory(copy: Path, damage: Callable[[Path], Any], message: s
     damage(copy)
     with pytest.raises(UserError, match=message):
         load_target(str(copy))
+
+
+def test_a_quantised_checkpoint_has_up_to_eight_parameters_a_byte(copy: Path) -> None:
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 32}
+    edit_json(copy / "config.json", quantization_config=quantised)
+    (copy / "model.safetensors").write_bytes(bytes(4000))
+    shapes = load_shapes(str(copy))
+    assert shapes.stored_bytes == 4000 < sum(p.numel() for p in shapes.model.parameters()) / 4
+    (copy / "model.safetensors").write_bytes(bytes(500))
+    with pytest.raises(UserError, match="only 500 bytes"):
+        load_shapes(str(copy))
 
 
 def test_a_file_that_is_no_model(saved: Path) -> None:

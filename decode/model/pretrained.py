@@ -9,9 +9,12 @@ inputs to the device of each part of a model. Offloaded weights are on the devic
 values, except while their layer runs.
 """
 
+import copy
 import functools
 import json
 import logging
+import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
@@ -37,6 +41,8 @@ UNLIMITED_POSITIONS = 2**31 - 1
 
 # What a part of a config's name says about the model.
 MEDIA = {"vision_config": "images", "audio_config": "sound"}
+# Keys of a config that count things of which transformers makes a list, and the longest such list.
+COUNTS, MOST = re.compile("layer|label|block_count"), 10**5
 # Lines and characters of an error that a message repeats.
 REASON_LINES, REASON_LENGTH = 4, 400
 
@@ -73,6 +79,8 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
 
         config.get_text_config().base_model_fsdp_plan = options.fsdp_plan
         where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
+    if "gguf_file" not in where:  # whose sizes are compared with its config
+        without_values(source, copy.deepcopy(config), options.trust_remote_code)
     attention = options.attn_implementation
     with _explained(source, "weights"):
         model, info = _auto_class(config).from_pretrained(
@@ -110,19 +118,68 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def without_values(
+    source: str, config: Any, trust_remote_code: bool = False, **settings: Any
+) -> Any:
+    """The model of a config on the device `meta`: shapes without values, of its plain form if it
+    is quantised. settings: for `from_config` of transformers, which may change the config.
+
+    Raises UserError if no model can be made of the config, and as soon as the model has more
+    parameters than the files of a local source can hold. transformers would make such a model,
+    fill it with random numbers and only then compare it with the files.
+    """
+    place = Path(source)
+    quantised = getattr(config, "quantization_config", None) is not None
+    files = [*place.glob("*.safetensors")] if place.is_dir() else [place]
+    stored = sum(file.stat().st_size for file in files if file.is_file())
+    # A parameter takes a byte or more, or a bit or more if it is quantised. Weights that are tied
+    # to others are made first and counted twice.
+    most = 2 * stored * (8 if quantised or place.is_file() else 1) or float("inf")
+    count, thread = 0, threading.get_ident()
+
+    def add(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count
+        if parameter is None or threading.get_ident() != thread:
+            return
+        count += parameter.numel()
+        if count > most:
+            raise UserError(
+                f"the config of {source} describes a model of more than {count:,} parameters, but "
+                f"its files have only {stored:,} bytes: their sizes differ. {type(module).__name__}"
+                f".{name} is {list(parameter.shape)} in the config. Use the config and the weights "
+                "of one model."
+            )
+
+    hook = register_module_parameter_registration_hook(add)
+    if trust_remote_code:
+        settings["trust_remote_code"] = True
+    try:
+        with explained(f"no model can be made from the config of {source}"), torch.device("meta"):
+            return _auto_class(config).from_config(config, **settings)
+    finally:
+        hook.remove()
+
+
 def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) -> tuple[Any, Any]:
     """Loads the config and the tokenizer of a causal language model, without its weights. Turns the
     errors of transformers into UserErrors. encoder: the model may have an encoder. where: as for
     `from_pretrained` of transformers."""
     header = read_header(Path(source, where["gguf_file"])) if "gguf_file" in where else None
     with _explained(source, "config"):
+        stored = (
+            header.metadata
+            if header
+            else transformers.PreTrainedConfig.get_config_dict(source, **where)[0]
+        )
+        _require_countable(source, stored)
         config = transformers.AutoConfig.from_pretrained(source, **where)
     _require_causal(source, config, encoder)
     _require_tokens(source, config)
     if header is not None:
-        with _explained(source, "config"), torch.device("meta"):
+        with _explained(source, "config"):
             gguf_settings.set_config(config, header)
-            gguf_settings.require_all_read(header, _auto_class(config).from_config(config))
+            shapes = without_values(str(header.path), config)
+            gguf_settings.require_all_read(header, shapes)
     tokenizer = _load_tokenizer(source, config, where)
     if header is not None:
         gguf_tokenizer.correct_tokenizer(tokenizer, header)
@@ -187,6 +244,24 @@ def _require_causal(source: str, config: Any, encoder: bool) -> None:
             f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
             "Name a decoder-only model with its output layer."
         )
+
+
+def _require_countable(source: str, stored: Mapping[str, Any]) -> None:
+    """What the file of a config says must be of the kinds that making a config of it relies on."""
+    names = stored.get("architectures")
+    if names and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(
+            f"architectures is {names!r:.100} in the config of {source}, expected a list with the "
+            "name of the model's class; get the file again"
+        )
+    for key, value in stored.items():
+        if isinstance(value, Mapping):
+            _require_countable(source, value)
+        elif COUNTS.search(key) and isinstance(value, int | float) and value > MOST:
+            raise UserError(
+                f"{key} is {value} in the config of {source}, but no model has more than {MOST:,}; "
+                "get the file again"
+            )
 
 
 def _require_tokens(source: str, config: Any) -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
 
 from decode.base.errors import UserError
 from decode.model.hidden_states import layer_list_name
@@ -24,6 +23,7 @@ from decode.model.pretrained import (
     config_and_tokenizer,
     from_pretrained,
     is_sharded,
+    without_values,
 )
 
 # The setting that asks for `load_sharded`, for messages.
@@ -46,13 +46,13 @@ def load_sharded(source: str, options: LoadOptions, **where: Any) -> tuple[Any, 
             "or name a checkpoint that is not quantised"
         )
     attention = options.attn_implementation
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=options.dtype,
-            attn_implementation=None if attention == "auto" else attention,
-            **trust,
-        )
+    model = without_values(
+        source,
+        config,
+        options.trust_remote_code,
+        dtype=options.dtype,
+        attn_implementation=None if attention == "auto" else attention,
+    )
     model.eval().requires_grad_(False)
     stack = layer_list_name(model)
     if stack is None:

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from decode.model.chat_template import set_template_args
 from decode.model.identity import Fingerprint, fingerprint
 from decode.model.loading import (
@@ -21,7 +18,7 @@ from decode.model.loading import (
     resolve_device,
     resolve_dtype,
 )
-from decode.model.pretrained import config_and_tokenizer, explained, no_progress_bars
+from decode.model.pretrained import config_and_tokenizer, no_progress_bars, without_values
 
 
 def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
@@ -68,14 +65,12 @@ def load_shapes(
     checkpoint has the shapes of its plain form, and if it is a directory, `stored_bytes`. Arguments
     and errors are those of `decode.model.loading.load_target`."""
     config, tokenizer = load_config(spec, revision=revision, trust_remote_code=trust_remote_code)
-    quantised = vars(config).pop("quantization_config", None) is not None
-    files = Path(spec).expanduser().glob("*.safetensors") if quantised else ()
+    torch_dtype, path = resolve_dtype(dtype, resolve_device(device)), Path(spec).expanduser()
+    model = without_values(str(path), config, trust_remote_code, dtype=torch_dtype)
+    quantised = vars(model.config).pop("quantization_config", None) is not None
+    files = path.glob("*.safetensors") if quantised else ()
     stored_bytes = sum(file.stat().st_size for file in files) or None
-    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    torch_dtype = resolve_dtype(dtype, resolve_device(device))
-    with explained(f"no model can be made from the config of {spec}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, **options)
     model.eval().requires_grad_(False)
-    identity = fingerprint(tokenizer, config, model.generation_config)
+    identity = fingerprint(tokenizer, model.config, model.generation_config)
     set_template_args(tokenizer, chat_template_args or {})
     return Target(model, tokenizer, spec, None, identity, identity.eos_token_ids, stored_bytes)
