@@ -219,7 +219,7 @@ class Calls:
         assert one is not None
         for found in self._found(text, begin):
             if found.calls or found.may_be:
-                end = found.begin
+                end = found.mark
                 break
         else:
             end -= max(begun(text, mark) for mark in one.marks)
@@ -280,17 +280,22 @@ class Calls:
             is_marked = any(sign in mark[0] for sign in one.marks)
             while (read := _object(text, at)) is not None:
                 call = self._call(read[0], is_marked)
-                if call is None and calls:
+                if call is None and not is_marked:
+                    may_be, end = False, end if calls else read[1]
                     break
-                may_be, end = False, read[1]
-                if call is None:
-                    break
-                calls.append(call)
-                join = joins.match(text, end)
-                at = join.end() if join else end
+                join = joins.match(text, read[1])
+                at = join.end() if join else read[1]
+                if call is not None:
+                    may_be, end = False, read[1]
+                    calls.append(call)
+                    continue
+                if calls:
+                    yield _Found(first, end, calls, False, mark.start())
+                first, end, calls = at, at, []
+                may_be = bool(_MAY_BEGIN.match(text, at))
             if calls and (closing := ends.match(text, end)):
                 end = closing.end()
-            yield _Found(first, end, calls, may_be)
+            yield _Found(first, end, calls, may_be, mark.start())
             begin = end
 
     def _call(self, members: Mapping[str, str], is_marked: bool) -> tuple[str, str] | None:
@@ -355,12 +360,14 @@ class CallText:
 
 class _Found(NamedTuple):
     """A place that looks like calls, from `begin` to `end`. may_be: without calls so far, it may
-    get some as the text goes on."""
+    get some as the text goes on. mark: where the mark before it begins. In a list, objects that are
+    no calls may stand between the two: they are text."""
 
     begin: int
     end: int
     calls: list[tuple[str, str]]
     may_be: bool
+    mark: int
 
 
 def _object(text: str, at: int) -> tuple[dict[str, str], int] | None:
