@@ -2,6 +2,21 @@
 
 A call's format is the chat template's. A new format is a row of `FORMATS`. A tokenizer with a
 `response_template` is read by transformers instead.
+
+The parsers of vLLM 0.32 and SGLang 0.5.23 were tried on 97 texts in these formats, whole and in
+pieces. They differ from each other and from this one, which keeps to these rules:
+
+- A complete call is delivered whatever else the answer has. There, one that is not JSON, or an end
+  mark inside an argument, makes text of all calls.
+- No text is lost. There, text behind a call, calls of functions that the request does not have, and
+  what may have become a mark are dropped, whole or in streams.
+- A call of a function that is not in the request is text. vLLM delivers it.
+- Arguments stay as they are written; there they are written anew. `null` is `{}`, and JSON that is
+  written as a string is read.
+- Behind a mark a name is enough, as in SGLang. Without one it may be an answer in JSON.
+- Lists, a call without its end mark, and several calls behind one mark are read.
+- JSON is JSON: no `NaN`, and no single quotes, which SGLang reads for Llama.
+- Reasoning has no calls. There another parser has to take it out first.
 """
 
 import json
