@@ -301,17 +301,24 @@ def test_the_parts_share_the_level() -> None:
 def test_few_draft_tokens_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     own = OwnLoop(TARGET, SmallLMDrafter(TARGET.model), PROMPTS[:1], 3, 8)
 
-    def verdict(times: int, accepted: int = 6, drafted: int = 24) -> Judgement:
+    def found(times: int, accepted: int = 6, drafted: int = 24) -> Finding:
         monkeypatch.setattr(
             "draftsmith.auditing.drafts.count_drafts", lambda *_: (24 * times, 12 * times)
         )
         counts = DraftCounts(drafted * times, accepted * times)
         return acceptance_finding(
             "greedy", counts, "vllm", own, Sampling(), level=1e-3, parting=0.0
-        ).verdict
+        )
 
-    assert verdict(1) is verdict(1, 0, 0) is Judgement.UNJUDGED
-    assert verdict(100) is verdict(100, 0, 0) is Judgement.WRONG
+    few = found(1)
+    assert few.verdict is found(1, 0, 0).verdict is Judgement.UNJUDGED
+    assert "ask for more" in few.detail
+    hardly = found(100, 0, 1)  # 100 draft tokens in place of 2,400
+    assert hardly.verdict is Judgement.UNJUDGED
+    assert "hardly drafts" in hardly.detail
+    assert "ask for more" not in hardly.detail
+    assert found(100).verdict is found(100, 0, 0).verdict is Judgement.WRONG
+    assert found(100, 25).verdict is Judgement.UNJUDGED  # more accepted than drafted
 
 
 def test_chance_exceeds_what_is_allowed_as_rarely_as_stated() -> None:

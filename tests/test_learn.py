@@ -349,6 +349,8 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9.0
 """
     assert parse_counters(page) == DraftCounts(40, 12)
     assert parse_counters(page.replace("vllm:", "llamacpp:")) == DraftCounts(40, 12)
+    assert parse_counters(page.replace('"m"', '"a } b"')) == DraftCounts(40, 12)
+    assert parse_counters(page.replace(" 12.0", " 1e999")) is None  # no number to reckon with
     # 50 answers of 10 tokens after their first; 200 verifications of 4 nodes accept 300 tokens.
     page = """
 sglang:generation_tokens_total{is_streaming="true"} 350.0

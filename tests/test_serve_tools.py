@@ -164,6 +164,7 @@ def test_calls_are_forced_and_read_where_their_marks_are_tokens(kind: str, speci
 
 ROME = '{"name": "weather", "arguments": {"city": "Rome", "days": 1}}'
 NOW = '{"name": "now", "arguments": {}}'
+OTHER = '{"name": "other", "arguments": {}}'
 
 
 MARKED = json.dumps({"city": 'say "<tool_call>{</tool_call>" [TOOL_CALLS][ é \u2028 \\n'})
@@ -211,6 +212,12 @@ def hermes(*calls: str) -> str:
         ("llama", '{"name": "now"}', None, []),
         ("mistral", f"[TOOL_CALLS][{ROME}, {NOW}]", "", ["weather", "now"]),
         ("mistral", f"[{NOW}]", "", ["now"]),
+        # Calls behind one that is none, in one list.
+        ("mistral", f"[TOOL_CALLS] [{OTHER}, {NOW}]", f"[TOOL_CALLS] [{OTHER},", ["now"]),
+        ("mistral", f"A [TOOL_CALLS][{NOW}, {OTHER}, {ROME}] B", f"A, {OTHER}, B",
+         ["now", "weather"]),
+        ("mistral", f"[TOOL_CALLS][{OTHER}] B [TOOL_CALLS][{OTHER}, {OTHER}", None, []),
+        ("hermes", f"<tool_call>[{OTHER}, {NOW}]</tool_call>", f"<tool_call>[{OTHER},", ["now"]),
         ("mistral", "[1, 2]", None, []),
         ("mistral", f"Yes. [TOOL_CALLS] [{ROME}] Done.", "Yes. Done.", ["weather"]),
         ("mistral", f"[TOOL_CALLS][{ROME}, " + NOW[:9], ", " + NOW[:9], ["weather"]),

@@ -37,7 +37,7 @@ NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
 # Of a token each; None: the server gives none.
 LogP = list[float] | None
 T = TypeVar("T")
-LARGEST = 1e9  # of a log-probability; NaN is none
+LARGEST = 1e9  # of a log-probability or a count; NaN is none
 # What reading an answer of another shape raises.
 NO_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
 
@@ -222,7 +222,10 @@ class AuditedServer(ServerClient):
 def _drafted(body: dict[str, Any]) -> DraftCounts:
     """What llama-server says of its drafts, beside an answer."""
     timings = body.get("timings") or {}
-    return DraftCounts(*(float(timings.get(key) or 0) for key in ("draft_n", "draft_n_accepted")))
+    counts = [float(timings.get(key) or 0) for key in ("draft_n", "draft_n_accepted")]
+    if not all(0 <= count < LARGEST for count in counts):
+        raise ValueError("its numbers of draft tokens are none")
+    return DraftCounts(*counts)
 
 
 def _miscounted(replies: Sequence[Reply]) -> list[str]:

@@ -78,6 +78,9 @@ def acceptance_finding(
     detail = f"{counts.accepted:.0f} of {counts.drafted:.0f} draft tokens"
     if counts.rate is not None:
         detail += f", {counts.rate:.1%}"
+    if counts.accepted > counts.drafted:
+        detail += ": more than were drafted, so these counters say nothing"
+        return Finding(GROUP, name, Judgement.UNJUDGED, detail)
     if own is None:
         return Finding(GROUP, name, Judgement.EQUAL, detail)
     drafted, accepted = count_drafts(own, COUNTING[engine], sampling)
@@ -95,7 +98,14 @@ def acceptance_finding(
     if drafted:
         detail += f", {accepted / drafted:.1%}"
     if found.fewest < FEWEST_TOKENS:
-        detail += f"; expected at least {FEWEST_TOKENS} draft tokens: ask for more or longer texts"
+        detail += f"; expected at least {FEWEST_TOKENS} draft tokens: "
+        if drafted < FEWEST_TOKENS:
+            detail += "ask for more or longer texts"
+        else:
+            detail += (
+                "the engine hardly drafts. See whether it reads the drafter and drafts "
+                f"{own.gamma} tokens at this load; more texts do not help"
+            )
         return Finding(GROUP, name, Judgement.UNJUDGED, detail, figures=figures)
     sees = f"{found.allowed:.1%} of the draft tokens; chance exceeds it in {level:.2g} of audits"
     verdict = Judgement.WRONG if found.fault else Judgement.EQUAL

@@ -1,5 +1,6 @@
 """The HTTP server around an application of this package."""
 
+import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,10 @@ from draftsmith.net.api_error import ApiError
 from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
 from draftsmith.net.limits import ServerLimits
 
+# Of connections. A request that cannot be read is answered with 400, and no line: a client could
+# fill the log. A filter stays when uvicorn sets up its loggers; a level does not.
+_LOG = logging.getLogger("uvicorn.error.connections")
+_LOG.addFilter(lambda record: record.levelno >= logging.ERROR)
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
 _PARTS, _BYTES_PER_PART = 1024, 96
 # Bytes to a line end, of which each part has two. Fewer are so many parts that none is read.
@@ -67,7 +72,7 @@ class _Connection(Watched, H11Protocol):
     def __init__(self, door: Door, **parts: Any) -> None:
         self.door = door
         super().__init__(**parts)
-        self.conn = _Reader(h11.SERVER)
+        self.conn, self.logger = _Reader(h11.SERVER), _LOG
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

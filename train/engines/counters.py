@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from decode.base.errors import UserError
 from train.engines.child_process import ask
 
+# Labels, whose values may have any character, and a finite number.
+_VALUE = r"(?:\{.*\})?\s+([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]{1,2})?)(?=\s|$)"
 # vLLM, llama-server and draftsmith have the same names, each behind its prefix; so has the server
 # that is put before a library.
 _SAMPLE = re.compile(
     r"^(?:vllm|llamacpp|draftsmith|transformers|openvino):spec_decode_num_(draft|accepted)_tokens(?:_total)?"
-    r"(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
+    rf"{_VALUE}",
     re.MULTILINE,
 )
 # SGLang counts generated tokens, requests and verifications; a gauge has the nodes of a draft, with
 # the last token of the text among them.
 _SGLANG = re.compile(
     r"^sglang:(generation_tokens_total|num_requests_total|spec_verify_calls_total"
-    r"|spec_num_draft_tokens)(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
+    rf"|spec_num_draft_tokens){_VALUE}",
     re.MULTILINE,
 )
 # An engine may add to its counters a moment after its answer.
@@ -39,7 +41,7 @@ class DraftCounts:
 
     def __sub__(self, earlier: "DraftCounts") -> "DraftCounts":
         """What was counted since an earlier reading; all of it if the engine began again."""
-        if self.drafted < earlier.drafted:
+        if self.drafted < earlier.drafted or self.accepted < earlier.accepted:
             return self
         return DraftCounts(self.drafted - earlier.drafted, self.accepted - earlier.accepted)
 

@@ -2,6 +2,21 @@
 
 A call's format is the chat template's. A new format is a row of `FORMATS`. A tokenizer with a
 `response_template` is read by transformers instead.
+
+The parsers of vLLM 0.32 and SGLang 0.5.23 were tried on 97 texts in these formats, whole and in
+pieces. They differ from each other and from this one, which keeps to these rules:
+
+- A complete call is delivered whatever else the answer has. There, one that is not JSON, or an end
+  mark inside an argument, makes text of all calls.
+- No text is lost. There, text behind a call, calls of functions that the request does not have, and
+  what may have become a mark are dropped, whole or in streams.
+- A call of a function that is not in the request is text. vLLM delivers it.
+- Arguments stay as they are written; there they are written anew. `null` is `{}`, and JSON that is
+  written as a string is read.
+- Behind a mark a name is enough, as in SGLang. Without one it may be an answer in JSON.
+- Lists, a call without its end mark, and several calls behind one mark are read.
+- JSON is JSON: no `NaN`, and no single quotes, which SGLang reads for Llama.
+- Reasoning has no calls. There another parser has to take it out first.
 """
 
 import json
@@ -219,7 +234,7 @@ class Calls:
         assert one is not None
         for found in self._found(text, begin):
             if found.calls or found.may_be:
-                end = found.begin
+                end = found.mark
                 break
         else:
             end -= max(begun(text, mark) for mark in one.marks)
@@ -280,17 +295,22 @@ class Calls:
             is_marked = any(sign in mark[0] for sign in one.marks)
             while (read := _object(text, at)) is not None:
                 call = self._call(read[0], is_marked)
-                if call is None and calls:
+                if call is None and not is_marked:
+                    may_be, end = False, end if calls else read[1]
                     break
-                may_be, end = False, read[1]
-                if call is None:
-                    break
-                calls.append(call)
-                join = joins.match(text, end)
-                at = join.end() if join else end
+                join = joins.match(text, read[1])
+                at = join.end() if join else read[1]
+                if call is not None:
+                    may_be, end = False, read[1]
+                    calls.append(call)
+                    continue
+                if calls:
+                    yield _Found(first, end, calls, False, mark.start())
+                first, end, calls = at, at, []
+                may_be = bool(_MAY_BEGIN.match(text, at))
             if calls and (closing := ends.match(text, end)):
                 end = closing.end()
-            yield _Found(first, end, calls, may_be)
+            yield _Found(first, end, calls, may_be, mark.start())
             begin = end
 
     def _call(self, members: Mapping[str, str], is_marked: bool) -> tuple[str, str] | None:
@@ -355,12 +375,14 @@ class CallText:
 
 class _Found(NamedTuple):
     """A place that looks like calls, from `begin` to `end`. may_be: without calls so far, it may
-    get some as the text goes on."""
+    get some as the text goes on. mark: where the mark before it begins. In a list, objects that are
+    no calls may stand between the two: they are text."""
 
     begin: int
     end: int
     calls: list[tuple[str, str]]
     may_be: bool
+    mark: int
 
 
 def _object(text: str, at: int) -> tuple[dict[str, str], int] | None:
