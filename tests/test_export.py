@@ -561,7 +561,10 @@ def test_the_command(tmp_path: Path, target: Target) -> None:
         return found.exit_code, found.output
 
     drafter, out = tmp_path / "drafter", tmp_path / "out"
-    assert ask(drafter, "--format", "hf", "--out", out)[0] == 0
+    status, said = ask(drafter, "--format", "vllm", "--out", out, "--target", tmp_path)
+    assert status == 0
+    config = f'{{"method": "draft_model", "model": "{out}", "num_speculative_tokens": 4}}'
+    assert f"to serve it in vLLM:\nvllm serve {tmp_path} --speculative-config '{config}'\n" in said
     status, said = ask("--check", out, "--json", tmp_path / "figures.json")
     assert status == 0
     figures = {"layout": "hf", "kind": "small_lm", "acceptance": []}

@@ -105,6 +105,7 @@ def export(
         push_target,
         target_repository,
     )
+    from draftsmith.export.formats import FORMATS
     from draftsmith.export.trained_drafter import TrainedDrafter, target_hub_id
     from train.base.console import Reporter
     from train.data.read import read_examples
@@ -132,6 +133,16 @@ def export(
         if options.backbone is not None:
             reporter.say(f"exported its target to {options.backbone}")
     record = check_export(directory)
+    if form is not None:
+        # The export itself names no directory of this machine, so its README cannot say this.
+        named = TrainedDrafter.open(drafter).description["target"]["name"]
+        layout, served = FORMATS[record["layout"]], str(options.backbone or options.target or named)
+        if not layout.is_ours:
+            served = target_hub_id(served) or served
+        snippets = layout.serving(served, str(directory), record["gamma"])
+        fitting = [x for x in snippets if x[0].lower().startswith(form.lower())]
+        for engine_name, _, snippet in (fitting or snippets)[:1]:
+            reporter.say(f"to serve it in {engine_name}:\n{snippet}")
     if options.repository is not None and options.backbone is None and record.get("backbone"):
         raise UserError(
             f"{directory} needs the target that was trained with it; give --backbone DIR, the "
