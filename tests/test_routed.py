@@ -12,12 +12,12 @@ from decode.draft import Contexts
 from decode.drafters import NoDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routed import RoutedDrafter
-from decode.drafters.several.routing import ByAcceptance, ByLabel, Routing
+from decode.drafters.several.routing import ByAcceptance, ByLabel
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.opening.directory import open_drafter
-from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
+from tests.lossless import FixedDraft
 from tests.test_online import pair, prompts_of
 from tests.tiny import finish, tiny_target
 from train.online.learning import Online
@@ -107,24 +107,6 @@ def test_the_bandit_counts_only_what_it_was_asked_for() -> None:
     Decoder(target, first, gamma=2).decode(prompts_of(4), 6)
     assert routing.rows.sum() == 4
     assert not routing.allowed.any()
-
-
-@pytest.mark.parametrize(
-    "routing", [ByAcceptance(2), pytest.param(ByLabel(["a", "b"]), marks=pytest.mark.thorough)]
-)
-def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
-    """Rows join in groups, so what was measured in some decides for others."""
-    others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]
-    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, routing))), 90
-    for begin in range(0, 9000, size):
-        rows = range(begin, begin + size)
-        each = [RowSettings(LONGER.sampling, 1, label="ab"[row // 3 % 2]) for row in rows]
-        decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new, settings=each)
-        decoding.step()
-    finish(decoding)
-    found = fit_texts(decoding.result().outputs, LONGER)
-    assert found.passes, found
-    assert found.df > 100
 
 
 def answer(decoder: Decoder, learners: Sequence[Online], rows: Sequence[Sequence[int]]) -> Decoded:
