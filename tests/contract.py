@@ -62,7 +62,7 @@ from tests.lossless import (
 from tests.other_tokenizers import shared_small_lm, text_small_lm
 from tests.tiny import finish, moved
 
-NEW = 20
+NEW = 14
 EOS = LONGER.eos
 WINDOW = SlidingWindow(4, sinks=1)
 PROMPTS = [
@@ -343,9 +343,12 @@ def staggered(
 def each_with_its_settings(
     drafter: Drafter, case: Case = LONGER, **options: Any
 ) -> list[list[int]]:
-    """The texts of all rows, each in a decoder with its sampling."""
+    """The texts of all rows, each in a decoder with its sampling. Greedy ones are the target's."""
     texts = []
     for row, (prompt, one) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
+        if row in GREEDY:
+            texts.append(plain_texts(case)[row][: LIMITS[row]])
+            continue
         which = decoder(drafter, case, sampling=one.sampling, **options)
         texts += which.decode([prompt], LIMITS[row], row_ids=[row], seed=one.seed).outputs
     return texts
@@ -366,8 +369,7 @@ def check_rows_are_their_own(make: Callable[[], Drafter], case: Case = LONGER) -
     drafter = make()
     # Memory for the longest texts from the start is what other tests have; here it grows.
     run = staggered(decoder(drafter, case), LIMITS, SETTINGS, ahead=1)
-    outputs = run.result().outputs
-    plain = plain_texts(case)
+    outputs, plain = run.result().outputs, plain_texts(case)
     assert all(outputs[row] == plain[row][: LIMITS[row]] for row in GREEDY)
     if not drafter.learns:
         assert outputs == each_with_its_settings(drafter, case)

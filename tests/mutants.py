@@ -20,8 +20,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.drafters.trained import VerifyingDrafter
+from decode.draw import sampling as drawing
 from decode.draw.random_numbers import CounterRNG, exponentials
-from decode.draw.sampling import Sampling, _keys, draw
+from decode.draw.sampling import Sampling, _keys
 from decode.model.cache.cached_model import CachedLM
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
@@ -47,6 +48,8 @@ class PlainSpeculative(SpeculativeSampling):
         q = draft.q
         if q is None:
             q = torch.nn.functional.one_hot(draft.tokens, p.shape[2]).float()
+        else:
+            q = q.gather(1, draft.rows_of_q()[..., None].expand(-1, -1, p.shape[2]))
         uniforms = rng.uniforms(CounterRNG.ACCEPT, 0, nodes)
         accepted = torch.zeros(rows, dtype=torch.int64)
         going = torch.ones(rows, dtype=torch.bool)
@@ -65,7 +68,8 @@ class PlainSpeculative(SpeculativeSampling):
             fallen = (accepted < sizes) & ~rejected
             weights = torch.where(rejected[:, None], left, weights)
             weights = torch.where(fallen[:, None], p[all_rows, row], weights)
-        following = draw(weights, rng.of_next(accepted))
+        # By the module, in which tests of enumeration put another way to draw.
+        following = drawing.draw(weights, rng.of_next(accepted))
         return Decision.of_chain(draft, accepted, following)
 
 

@@ -24,14 +24,8 @@ ELSEWHERE = {
     "test_drafters.py::test_texts_have_the_targets_distribution": (
         "a drafter with another sampling than the target"
     ),
-    "test_drafters.py::test_texts_have_the_distribution_of_a_target_with_other_padding": (
-        "tokens that the drafter never drafts"
-    ),
-    "test_encoder_decoder.py::test_sampled_texts_have_the_targets_distribution": (
-        "targets with an encoder"
-    ),
     "test_encoder_decoder_students.py::test_sampled_texts_have_the_targets_distribution": (
-        "drafters with an encoder"
+        "targets and drafters with an encoder"
     ),
     "test_heads_contract.py::test_drafters_that_see_a_window_keep_the_distribution": (
         "heads that see a window of the text"
@@ -46,13 +40,8 @@ ELSEWHERE = {
     "::test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution": (
         "heads that learn after every pass"
     ),
-    "test_policies.py::test_lengths_do_not_change_what_is_sampled": "drafts that a policy ends",
     "test_recurrent.py::test_sampled_texts_have_the_targets_distribution": (
         "targets with linear attention"
-    ),
-    "test_routed.py::test_routed_texts_have_the_targets_distribution": "`routed` by label",
-    "test_row_settings.py::test_mixed_rows_have_the_targets_distributions": (
-        "rows of different sampling in one batch, which join and leave"
     ),
 }
 

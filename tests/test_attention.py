@@ -1,9 +1,5 @@
 """Our attention is attention, and in a chain a token has the same bits in any company."""
 
-import copy
-import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop.decoding import Decoder
 from decode.model.cache import cached_model
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import round_up_slots
@@ -21,12 +14,10 @@ from decode.model.forward import attention_mask, few_rows
 from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, AttentionMask
 from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.prepare_model import can_pack, pack_layers, prepare
+from decode.model.forward.prepare_model import can_pack, prepare
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.loading import Target
-from heads.heads_directory import new_heads
-from heads.options import HeadOptions
-from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
+from tests.tiny import VOCAB, tiny_model
 
 bfloat16_kernels = pytest.mark.skipif(
     not can_pack(tiny_model("llama").to(torch.bfloat16)),
@@ -52,8 +43,16 @@ def case(rows: int, fed: int, heads: int, shared: int, past: int) -> tuple[Tenso
     return query, *cache[:, :, :, :slots], torch.arange(slots) <= last[:, None, :, None]
 
 
-@pytest.mark.parametrize("how", ["together", "in parts", "alone", "head by head"])
-@pytest.mark.parametrize(("rows", "heads", "shared"), [(1, 4, 4), (3, 6, 2), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "shared", "how"),
+    [
+        (1, 4, 4, "together"),
+        (3, 6, 2, "together"),
+        (3, 6, 2, "in parts"),
+        (3, 4, 1, "alone"),
+        (3, 6, 2, "head by head"),
+    ],
+)
 def test_it_is_attention(
     rows: int, heads: int, shared: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,10 +110,10 @@ def model_of(family: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "lean", "together"),
     [
-        *((family, False, "by trial") for family in (*FAMILIES, "phi3", "opt", "gemma3_text")),
-        *((family, True, "by trial") for family in ("llama", "qwen2", "qwen3", "gemma", "mistral")),
-        *((family, True, "by trial") for family in ("phi3", "gemma3_text", "olmo2", "smollm3")),
-        *(("llama", lean, how) for lean in (True, False) for how in ("in parts", "alone")),
+        *((family, False, "by trial") for family in ("llama", "gpt2", "opt", "gemma3_text")),
+        *((family, True, "by trial") for family in ("qwen2", "qwen3", "phi3", "olmo2", "smollm3")),
+        ("llama", True, "in parts"),
+        ("llama", False, "alone"),
     ],
 )
 def test_a_chain_has_the_bits_of_its_tokens_fed_one_by_one(
@@ -213,43 +212,6 @@ def test_masks_stay_small_in_long_texts(lean: bool, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(lm.read(ids, start, counts), logits, rtol=0, atol=1e-4)
     # Keys are padded to a multiple of slots, and the queries' heads repeat no mask.
     assert 1200 < max(sizes) <= 2400 * 128 / 120
-
-
-@bfloat16_kernels
-@pytest.mark.real
-@pytest.mark.slow
-@torch.inference_mode()
-def test_greedy_chains_in_bfloat16_are_plain_decoding_to_the_bit() -> None:
-    """On test prompts of every kind, for each kind of chain drafter: drafts that stay and drafts
-    that do not."""
-    real = real_target()
-    model = copy.deepcopy(real.model).to(torch.bfloat16)
-    target = dataclasses.replace(real, model=model)
-    lines = Path("configs/prompts/test.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [chat(target, json.loads(line)) for line in lines[::42]]
-    plain = Decoder(model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
-    require_equal_products(plain.lm)
-    assert plain.lm.keeps_bits
-    texts = [plain.decode([prompt], 8).outputs for prompt in prompts]
-    small = copy.deepcopy(model)
-    small.model.layers = small.model.layers[:2]
-    small.config.num_hidden_layers = 2
-    torch.manual_seed(0)
-    ids = torch.arange(0, target.vocab_size, 50)
-    heads: Any = new_heads(HeadOptions.of({"type": "eagle1", "depth": 3}), target, ids)
-    heads.to(torch.bfloat16).borrow(model, torch.bfloat16)
-    pack_layers(heads)
-    drafters: dict[str, tuple[Drafter, int]] = {
-        "ngram": (DRAFTERS["ngram"](), 7),
-        "small_lm": (SmallLMDrafter(small), 4),
-        "eagle1": (DRAFTERS["eagle1"](heads, target.vocab_size), 3),
-    }
-    for name, (drafter, gamma) in drafters.items():
-        decoder = Decoder(model, drafter, gamma=gamma, eos_token_ids=target.eos_token_ids)
-        runs = [decoder.decode([prompt], 8) for prompt in prompts]
-        assert [run.outputs for run in runs] == texts, name
-        if name == "ngram":
-            assert sum(run.counts.accepted.sum() for run in runs) > 0
 
 
 def chat(target: Target, line: dict[str, Any]) -> list[int]:

@@ -17,7 +17,6 @@ from decode.base.errors import UserError
 from decode.costs import Costs
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.directory import describe_drafter, open_drafter, save_drafter
@@ -26,7 +25,6 @@ from decode.shapes.calibrated import grow_greedily
 from decode.shapes.sequoia import TreePlan
 from decode.shapes.static import TREE, store_tree, stored_shape
 from decode.shapes.structure import Structure
-from decode.text import SpeculativeGenerator
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.main import app
@@ -270,26 +268,6 @@ def test_a_tree_is_drafted_whole_whatever_gamma_says(base: Path, drafters: Path)
         assert (figures["drafts"], figures["gamma"]) == (f"chain or {WHOLE}", most)
 
 
-def test_a_depth_of_0_is_not_taken_for_none_given(base: Path) -> None:
-    for name, asked in (("generate", ["the dog"]), ("evaluate", ["--prompts", "none.jsonl"])):
-        refused = command(name, base, "ngram", *asked, "--gamma", "0")
-        assert refused.exit_code == 2
-        assert "--gamma" in refused.stderr
-
-
-def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None:
-    path = drafters / "small"
-    store_tree(path, Structure([(0,), (0, 0), (0, 0, 0)]), {})
-    target, drafter, _ = loaded(base, path)
-    assert Decoder(target.model, drafter, gamma=1).policy.max_depth == 3
-    generator = SpeculativeGenerator(
-        target.model, target.tokenizer, drafter, gamma=1, policy="heuristic"
-    )
-    generator.generate("the dog", max_new_tokens=4)
-    assert generator.decoded is not None
-    assert len(generator.decoded.counts.by_accepted) == 4
-
-
 def test_the_number_of_nodes_follows_the_costs() -> None:
     """Where wider passes cost nothing all nodes that add something pay; where they cost as much as
     a plain step, only those that bring more than that."""
@@ -358,30 +336,6 @@ def test_a_smaller_tree_within_the_noise_is_taken_and_told(
     told = noisy.to_dict()
     assert told["nodes_at_least_cost"] == len(exact.structure)
     assert told["least_cost_per_token"] < told["promised_cost_per_token"]
-
-
-def test_calibrating_for_sampled_text_measures_draws(base: Path) -> None:
-    """At temperature 1 no candidate is right as often as the greedy one at temperature 0."""
-    target, drafter, prompts = loaded(base, base / "small")
-    found = [
-        calibrate_tree(
-            target,
-            drafter,
-            prompts,
-            nodes=4,
-            depth=2,
-            width=4,
-            max_new_tokens=NEW,
-            sampling=Sampling(temperature),
-        )
-        for temperature in (0.0, 1.5)
-    ]
-    greedy, drawn = (x.acceptance.by_rank()[0] for x in found)
-    assert greedy > drawn
-    assert found[1].to_dict()["temperature"] == 1.5
-    assert isinstance(drafter, SmallLMDrafter)
-    assert drafter.describe_drafts() == "chain"  # its own shape was put back
-    assert np.isfinite(found[0].plan.cost_per_token)
 
 
 def test_without_a_place_for_it_the_tree_goes_into_a_file(base: Path, drafters: Path) -> None:

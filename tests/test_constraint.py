@@ -24,7 +24,7 @@ from decode.rules import RULES
 from decode.verdict import Scores
 from tests.enumeration import PLAIN, TOKENS, Contextual, logits_of, total_variation
 from tests.lossless import CONSTRAINED, LONGER, Sums, small_lm
-from tests.test_rules import CHAINS, Exact, enumerated, pairings
+from tests.test_rules import CHAINS, Exact, enumerated
 from tests.tiny import finish
 
 
@@ -76,7 +76,16 @@ class TableMatcher:
         return []
 
 
-@pytest.mark.parametrize(("rule", "draft", "siblings"), pairings())
+@pytest.mark.parametrize(
+    ("rule", "draft", "siblings"),
+    [
+        ("speculative", "chain", "independent"),
+        ("block", "chain", "independent"),
+        ("multi_round", "tree", "mixed"),
+        ("traversal", "wide", "chosen"),
+        ("spectr", "tree", "independent"),
+    ],
+)
 def test_every_lossless_rule_has_the_law_of_masked_decoding(
     rule: str, draft: str, siblings: Siblings
 ) -> None:
@@ -164,17 +173,20 @@ def test_an_error_in_the_masks_is_found(
         return masked, failed
 
     monkeypatch.setattr(logits_of_text, "constrain", broken)
-    pairs, rolls_back = [], error != "not rolled back"
+    rolls_back, apart = error != "not rolled back", 0.0
     for seed in range(3):
         if draft == "exact match":
             exactly, law, table = exact(seed, rolls_back)
-            pairs.append((law.joint(), exactly.joint(law, table)[0]))
+            joint = exactly.joint(law, table)[0]
         else:
             rule = RULES["speculative" if draft in CHAINS else "multi_round"]()
             masks = functools.partial(Table, rolls_back=rolls_back)
             law, found = enumerated(rule, draft, "independent", seed, masks)
-            pairs.append((law.joint(), found.joint))
-    assert max(total_variation(*pair) for pair in pairs) > 0.01
+            joint = found.joint
+        apart = max(apart, total_variation(law.joint(), joint))
+        if apart > 0.01:
+            break
+    assert apart > 0.01
 
 
 # --- a guide, and what it masks -------------------------------------------------------------------

@@ -108,44 +108,15 @@ def require_waits(build: Build, reads: int, **options: Any) -> None:
     assert max(counts) == reads, waits
 
 
-CHAIN_RULES = (
-    "speculative",
-    "exact",
-    "coupled",
-    "block",
-    "multi_round",
-    "traversal",
-    "spectr",
-    "lenience",
-    "typical",
-    "top_k",
-    "threshold",
-)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        # The others are these with another threshold, or on a chain what one of these is.
-        rule
-        if rule in ("speculative", "exact", "coupled", "block", "typical")
-        else pytest.param(rule, marks=pytest.mark.thorough)
-        for rule in CHAIN_RULES
-    ],
-)
+# The others are these with another threshold, or on a chain what one of these is.
+@pytest.mark.parametrize("rule", ["speculative", "exact", "coupled", "block", "typical"])
 def test_a_step_with_a_chain_reads_once(rule: str) -> None:
     require_waits(small(), 1, rule=rule)
 
 
+# Others have the draft of one of these.
 @pytest.mark.parametrize(
-    "kind",
-    [
-        # Others have the draft of one of these.
-        pytest.param(kind, marks=pytest.mark.thorough)
-        if kind in ("blockwise", "hydra", "hydra_plus", "pass", "xpress", "mtp")
-        else kind
-        for kind in HEAD_OPTIONS
-    ],
+    "kind", ["medusa", "eagle1", "p_eagle", "in_tree", "dspark", "dflash2", "kangaroo"]
 )
 def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
     require_waits(headed(kind), 1)
@@ -154,7 +125,6 @@ def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
 @pytest.mark.parametrize(
     ("sampling", "reads"),
     [
-        (Sampling(), 1),
         (Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01), 1),
         (Sampling(temperature=1.0, repetition_penalty=1.2), 1),
     ],
@@ -238,8 +208,6 @@ def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
     ("policy", "reads"),
     [
         ("confidence:threshold=0.2", 2),
-        ("entropy:ema=0.3", 2),
-        ("adaptive_confidence:threshold=0.2", 2),
         ("draft_exit:threshold=0.2", 2),
         ("heuristic", 1),
     ],
@@ -254,7 +222,6 @@ TREES: dict[str, tuple[dict[str, Any], str, int]] = {
     "independent": (STATIC | {"draw": "independent"}, "static", 1),
     "distinct": (STATIC | {"draw": "distinct"}, "static", 2),
     "calibrated": ({"table": [[0.6, 0.2], [0.5, 0.2]], "nodes": 5}, "calibrated", 1),
-    "sequoia": ({"acceptance": [0.6, 0.2], "nodes": 5, "depth": 3}, "sequoia", 2),
     "dynamic": ({"width": 2, "nodes": 5}, "dynamic", 2),
     "chains": ({"chains": 2, "budget": 5}, "chains", 2),
 }
@@ -263,11 +230,10 @@ TREES: dict[str, tuple[dict[str, Any], str, int]] = {
 @pytest.mark.parametrize(
     ("shape", "rule"),
     [
-        *((shape, "multi_round") for shape in TREES),
+        *((shape, "multi_round") for shape in ("top", "distinct", "calibrated", "chains")),
         ("dynamic", "traversal"),
         ("independent", "typical"),
         ("independent", "spectr"),
-        *(pytest.param("dynamic", x, marks=pytest.mark.thorough) for x in ("exact", "top_k")),
     ],
 )
 def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
@@ -277,11 +243,8 @@ def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
     require_waits(small(shaped(name, options)), reads, rule=rule)
 
 
-@pytest.mark.parametrize("shape", [None, "top"], ids=["chain", "tree"])
-def test_what_was_drafted_comes_with_the_verdict_and_its_probabilities_in_one_copy(
-    shape: str | None,
-) -> None:
-    build = small(None if shape is None else shaped("static", STATIC))
+def test_what_was_drafted_comes_with_the_verdict_and_its_probabilities_in_one_copy() -> None:
+    build = small(shaped("static", STATIC))
     seen: list[Any] = []
 
     def rejected(done: Verification) -> None:
@@ -292,7 +255,7 @@ def test_what_was_drafted_comes_with_the_verdict_and_its_probabilities_in_one_co
     assert any(seen)
 
 
-@pytest.mark.parametrize("kind", ["hydra_plus", "kangaroo"])
+@pytest.mark.parametrize("kind", ["kangaroo"])
 def test_heads_that_draft_a_tree_read_nothing_themselves(kind: str) -> None:
     options, name, reads = TREES["dynamic"]
     require_waits(headed(kind, shaped(name, options)), reads)
@@ -333,9 +296,8 @@ def test_the_count_finds_one_more_read_and_one_ordinary_copy() -> None:
     "build",
     [
         pytest.param(combined(CompositeDrafter, made("ngram"), small()), id="ngram+small"),
-        pytest.param(OTHERS["sparse"][0], id="sparse"),
         pytest.param(with_other_tokenizer(SharedVocabularyDrafter), id="another tokenizer"),
-        *(pytest.param(headed(kind), id=kind) for kind in ("eagle1", "in_tree")),
+        pytest.param(headed("eagle1"), id="eagle1"),
     ],
 )
 def test_a_row_that_leaves_reads_nothing_and_one_that_joins_its_verdict(build: Build) -> None:

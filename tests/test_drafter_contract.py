@@ -134,56 +134,31 @@ LAWS = [
     ("traversal", "merged with lookup", "processed"),
     ("speculative", "grammar", "constrained"),
 ]
-# Drafters made of those above, or whose tokens are chosen as theirs are, and other pairings.
+# Other drafters, each with one rule: what a rule does with a q is enumerated, whatever made it.
 MORE_LAWS = [
     ("traversal", "the likeliest paths", "plain"),
     ("spectr", "two chains", "plain"),
     ("traversal", "tree of few slots", "plain"),
     ("block", "horizontal models", "penalised"),
-    ("coupled", "chain", "plain"),
     ("multi_round", "suffix tree", "plain"),
     ("traversal", "skip tree", "plain"),
-    ("block", "vertical of few slots", "plain"),
-    ("speculative", "in turn", "plain"),
     ("block", "vertical in blocks", "plain"),
     ("traversal", "vertical of three", "plain"),
+    ("speculative", "in turn", "plain"),
     ("speculative", "routed", "plain"),
     ("speculative", "texts of all rows", "plain"),
-    ("speculative", "shared tokens", "plain"),
     ("traversal", "pairs of shared tokens", "plain"),
-    ("traversal", "tree", "plain"),
-    ("traversal", "merged with lookup", "plain"),
-    ("block", "chain", "penalised"),
-    ("multi_round", "forced or a model", "constrained"),
-    ("speculative", "suffix", "plain"),
+    ("traversal", "tree", "constrained"),
     ("multi_round", "datastore", "plain"),
-    ("multi_round", "lookahead", "penalised"),
-    ("speculative", "chain", "plain"),
-    ("traversal", "tree", "through transformers"),
+    ("exact", "lookahead", "penalised"),
     ("multi_round", "planned tree", "plain"),
     ("traversal", "measured tree", "plain"),
     ("speculative", "skip", "plain"),
     ("speculative", "few slots", "plain"),
-    ("speculative", "vertical", "plain"),
-    ("speculative", "vertical in blocks", "plain"),
     ("coupled", "vertical", "penalised"),
-    ("speculative", "horizontal", "plain"),
-    ("traversal", "tree of changing layers", "deeper"),
     ("speculative", "longest match", "plain"),
+    ("speculative", "ngram", "plain"),
     ("block", "chain", "plain"),
-    ("speculative", "parallel", "plain"),
-    ("spectr", "independent", "plain"),
-    ("multi_round", "merged with lookup", "plain"),
-    ("traversal", "merged models", "plain"),
-    ("exact", "merged models", "plain"),
-    ("coupled", "in turn", "penalised"),
-    ("multi_round", "merged models", "penalised"),
-    ("traversal", "tree", "constrained"),
-    ("speculative", "chain", "constrained"),
-    ("coupled", "in turn", "constrained"),
-    ("traversal", "datastore", "plain"),
-    ("speculative", "chain of a datastore", "plain"),
-    ("exact", "lookahead", "penalised"),
 ]
 
 
@@ -196,6 +171,8 @@ MORE_LAWS = [
 def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, times: int) -> None:
     """Prompts of different lengths, drafts four deep, and texts that end inside a block."""
     rows = 3_000 if case in ("processed", "constrained") else 4_000
+    if drafter in ("text", "shared tokens", "grammar"):  # each text takes long
+        rows = 2_500
     check_law(recipe(drafter, CASES[case]), rule, CASES[case], rows * times)
 
 

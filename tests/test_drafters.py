@@ -1,7 +1,6 @@
 """Drafters by themselves: what they look up, what they keep in caches, what q they declare."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,15 +19,13 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.loop.decoding import Decoder
-from decode.rules import RULES
 from decode.shapes import SHAPES
 from decode.verdict import Decision, Scores
 from decode.verification import Verification
 from tests import lossless
-from tests.mutants import ChoosingDrafter
 from tests.test_loop import RandomTrees
 from tests.test_slots import NewBytes
-from tests.tiny import FAMILIES, after, judged, moved, padded, tiny_model, tokens_fed
+from tests.tiny import after, judged, padded, tiny_model, tokens_fed
 
 GREEDY = Sampling()
 model = functools.cache(tiny_model)
@@ -165,28 +162,10 @@ class Recording(SmallLMDrafter):
         return draft
 
 
-@pytest.mark.parametrize(
-    ("family", "temperature"), [(family, float(i % 2)) for i, family in enumerate(FAMILIES)]
-)
-def test_the_cache_is_exact_after_every_verdict(family: str, temperature: float) -> None:
-    """Whatever is rejected, accepted or cut, the drafter goes on as if from scratch."""
-    recording = Recording(model(family, seed=3))
-    # The target is the drafter with a little noise: it accepts often, and not always.
-    decoder = Decoder(
-        moved(tiny_model(family, seed=3), 0.02), recording, gamma=4, sampling=Sampling(temperature)
-    )
-    prompts = [[5, 17, 250, 9, 42], [7], [30] * 9]
-    run = decoder.decode(prompts, 24)
-    assert recording.drafts >= 15
-    by = run.counts.by_accepted
-    assert by[4] > 0
-    assert by[:4].sum() > 0
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)])
 def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
-    sampling: Sampling, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    sampling = Sampling(1.0)
     drafter = Recording(tiny_model("mistral", layers=1, seed=7, max_positions=12))
     fed = tokens_fed(drafter.lm)
     contexts = contexts_of([[5] * 8, [7], [9, 8] * 20])
@@ -210,14 +189,14 @@ def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
     assert "has a context of 12 tokens, but a text is longer" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
+@pytest.mark.parametrize("name", ["chain", "dynamic:width=2,nodes=6"])
 def test_greedy_text_is_plain_decodings_when_it_outgrows_the_drafter(name: str) -> None:
     """Prompts that never fit beside one that does, with chains and trees; and as deep a draft as
     the context lets there be."""
     small = tiny_model("llama", seed=7, layers=1, max_positions=12)
     prompts = [[5] * 40, [7], [5, 17, 250] * 4]
     plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
-    for gamma in (3, 11, 13):
+    for gamma in (3, 13):
         drafter = SmallLMDrafter(small, shape=SHAPES.make(name))
         found = Decoder(model("llama"), drafter, gamma=gamma).decode(prompts, 24)
         assert found.outputs == plain.outputs
@@ -225,24 +204,7 @@ def test_greedy_text_is_plain_decodings_when_it_outgrows_the_drafter(name: str) 
         assert found.counts.drafted[0] >= found.counts.steps - 3
 
 
-def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
-    """Policies and composites leave rows out for some steps; the others go on beside them."""
-    drafter = Recording(model("llama"))
-    contexts = contexts_of([[5, 6, 7], [8, 9], [10, 11, 12, 13]], room=160)
-    drafter.start(contexts)
-    random = np.random.default_rng(0)
-    for _ in range(40):
-        limits = Limits(random.integers(1, 4, 3) * random.integers(0, 2, 3))
-        draft = drafter.draft(contexts, limits, GREEDY, noise_for(3))
-        draft.limit_depth(limits.depths)
-        # In the rows left out, what another drafter drafted.
-        append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
-        drafter.observe(after(contexts))
-    assert drafter.drafts > 40
-
-
-@pytest.mark.parametrize("lacking", [[3], [0, 7]], ids=["one row", "the first and the last"])
-@pytest.mark.parametrize("kind", [SmallLMDrafter, ParallelLMDrafter])
+@pytest.mark.parametrize(("kind", "lacking"), [(SmallLMDrafter, [3]), (ParallelLMDrafter, [0, 7])])
 def test_a_row_that_lacks_much_is_fed_alone(kind: type[SmallLMDrafter], lacking: list[int]) -> None:
     small = tiny_model("llama", layers=1, seed=7, max_positions=256)
     mark_parallel(small.config, 3)
@@ -358,11 +320,12 @@ def test_the_store_is_fed_with_the_targets_likeliest_tokens() -> None:
     assert second.counts.acceptance_rate > 0.9
 
 
-@pytest.mark.parametrize("kind", [CompositeDrafter, SeveralDrafters])
-def test_a_store_beside_others_is_fed_too(kind: Any) -> None:
+def test_a_store_beside_others_is_fed_too() -> None:
     store = Watched(min_n=4, max_n=4, top_k=3, width=50)
     prompts = [[5, 17, 250, 9, 42], [7] * 5]
-    run = Decoder(model("llama"), kind([NgramDrafter(), store]), gamma=3).decode(prompts, 12)
+    run = Decoder(model("llama"), SeveralDrafters([NgramDrafter(), store]), gamma=3).decode(
+        prompts, 12
+    )
     assert store.shown >= 20
     assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 12).outputs
 
@@ -510,36 +473,11 @@ def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
 # --- the first token, and parts that do not fit ---------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [("gpt2", "none"), ("llama", "ngram"), ("llama", "same"), ("gpt2", "same")]
-)
-def test_the_first_token_may_be_drafted_too(family: str, name: str) -> None:
-    def which() -> Drafter:
-        return SmallLMDrafter(model(family)) if name == "same" else DRAFTERS[name]()
-
-    prompts = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14] * 3]
-    for batch in (prompts, prompts[:1], prompts[1:2]):
-        plain = Decoder(model(family), which(), gamma=3).decode(batch, 24)
-        late = Decoder(model(family), which(), gamma=3, first_target=False)
-        run = late.decode(batch, 24)
-        assert run.outputs == plain.outputs
-        assert run.counts.emitted == plain.counts.emitted + len(batch)
-        eos = [run.outputs[0][0]]
-        ended = Decoder(model(family), which(), eos_token_ids=eos, first_target=False)
-        assert ended.decode(batch[:1], 24).outputs == [eos]
-        one = late.decode(batch, 1)
-        assert one.outputs == [output[:1] for output in plain.outputs]
-        assert one.counts.steps == len(batch)
-
-
 def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     other = SmallLMDrafter(model("llama", vocab=280))
     for drafter in (other, CompositeDrafter([NgramDrafter(), other])):
         with pytest.raises(UserError, match="vocabulary of 280 tokens, but the target's has 300"):
             Decoder(model("llama"), drafter)
-
-
-SIZES = [(300, 320), (320, 300), (300, 280)]  # rows of the target and of the drafter
 
 
 def pair(target_rows: int, rows: int) -> tuple[Any, Any]:
@@ -550,12 +488,7 @@ def pair(target_rows: int, rows: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize(
     ("target_rows", "rows", "name"),
-    [
-        (300, 320, "dynamic:width=2,nodes=6"),
-        (320, 300, "chains:chains=2"),
-        (300, 280, "chain"),
-        (320, 300, "chain"),
-    ],
+    [(300, 320, "dynamic:width=2,nodes=6"), (320, 280, "chain")],
 )
 def test_one_vocabulary_padded_to_other_sizes(target_rows: int, rows: int, name: str) -> None:
     """Greedy text is plain decoding's. The target says some ids that no tokenizer has, and that the
@@ -578,11 +511,11 @@ def test_one_vocabulary_padded_to_other_sizes(target_rows: int, rows: int, name:
         assert Decoder(target, looked, gamma=3).decode(prompts, 24).outputs == plain.outputs
 
 
-@pytest.mark.parametrize(("target_rows", "rows"), SIZES)
+@pytest.mark.parametrize(("target_rows", "rows"), [(300, 320), (320, 280)])
 def test_padding_is_never_drafted_and_q_is_honest(target_rows: int, rows: int) -> None:
     _, small = pair(target_rows, rows)
     padding = SmallLMDrafter(small, vocab_size=target_rows, tokens=270)
-    assert mismatches(padding, SAMPLINGS[1], rows=500, gamma=4, vocab=270) == (0, 4000)
+    assert mismatches(padding, FILTERED, rows=500, gamma=4, vocab=270) == (0, 4000)
     padding = Recording(small, vocab_size=target_rows, tokens=270)
     contexts = contexts_of([[5, 6, 7], [8, 9]])
     padding.start(contexts)
@@ -609,7 +542,7 @@ def test_a_row_with_a_token_that_the_drafter_lacks_drafts_nothing() -> None:
     assert drafter.drafts == 7
 
 
-@pytest.mark.parametrize("name", ["ngram", "trees", "same"])
+@pytest.mark.parametrize("name", ["trees", "same"])
 def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
     """Cut to what each row has, in the target's positions and in the drafter's."""
     small = tiny_model("gpt2", max_positions=20)
@@ -617,7 +550,6 @@ def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
     plain = Decoder(small, DRAFTERS["none"]()).decode(prompts, 64)
     assert [len(output) for output in plain.outputs] == [3, 19]
     drafters = {
-        "ngram": NgramDrafter(),
         "trees": RandomTrees("gpt2"),
         "same": SmallLMDrafter(small),
     }
@@ -643,29 +575,11 @@ def test_texts_have_the_targets_distribution() -> None:
     temperature and fewer tokens."""
     own = replace(lossless.SAMPLING, temperature=1.1, top_k=9)
     decoder = lossless.SHORT.decoder(lossless.small_lm(), draft_sampling=own)
-    run = decoder.decode([lossless.PROMPT] * 25_000, lossless.NEW)
+    run = decoder.decode([lossless.PROMPT] * 12_000, lossless.NEW)
     found = lossless.fit_texts(run.outputs, lossless.SHORT)
     assert found.passes, found
     assert found.df > 100
     assert (run.counts.reached.sum() - run.counts.accepted.sum()) / run.counts.steps >= 0.15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["chain", pytest.param("pairs", marks=pytest.mark.thorough)])
-def test_texts_have_the_distribution_of_a_target_with_other_padding(shape: str) -> None:
-    """The target says three tokens that the drafter never drafts, two of which it has never met."""
-    small = padded(lossless.model(0.2), 14)
-    drafter = SmallLMDrafter(
-        small,
-        shape=lossless.Pairs("independent") if shape == "pairs" else None,
-        vocab_size=lossless.VOCAB,
-        tokens=13,
-    )
-    rule = RULES["multi_round" if shape == "pairs" else "speculative"]()
-    found, counts = lossless.decode(drafter, rule, rows=25_000)
-    assert found.passes, found
-    assert found.df > 100
-    assert (counts.reached.sum() - counts.accepted.sum()) / counts.steps >= 0.15
 
 
 # --- promise 20: q is honest ----------------------------------------------------------------------
@@ -701,17 +615,7 @@ def mismatches(
     return wrong, total
 
 
-SAMPLINGS = (Sampling(1.0), Sampling(0.7, top_k=20, top_p=0.9))
-
-
-@pytest.mark.parametrize(
-    "sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.thorough), SAMPLINGS[1]]
-)
-def test_q_is_honest(sampling: Sampling) -> None:
-    drafter = SmallLMDrafter(model("llama", layers=1, seed=7))
-    wrong, total = mismatches(drafter, sampling, rows=2_500, gamma=4)
-    assert total == 20_000
-    assert wrong == 0
+FILTERED = Sampling(0.7, top_k=20, top_p=0.9)
 
 
 def test_q_over_a_reduced_vocabulary_is_honest() -> None:
@@ -719,7 +623,7 @@ def test_q_over_a_reduced_vocabulary_is_honest() -> None:
     ids = torch.arange(4, 300, 3)
     reduce_output(lm, ids)
     drafter = SmallLMDrafter(lm.requires_grad_(False), ids)
-    assert mismatches(drafter, SAMPLINGS[1], rows=1000, gamma=4, ids=ids) == (0, 8000)
+    assert mismatches(drafter, FILTERED, rows=1000, gamma=4, ids=ids) == (0, 8000)
 
     contexts = contexts_of([[5, 6, 7]])
     drafter.start(contexts)
@@ -731,20 +635,3 @@ def test_q_over_a_reduced_vocabulary_is_honest() -> None:
     drafter.start(contexts)
     greedy = drafter.draft(contexts, limits_of(contexts, 3), GREEDY, noise_for(1))
     assert set(greedy.tokens.flatten().tolist()) <= set(ids.tolist())
-
-
-class Cold(SmallLMDrafter):
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        cold = replace(sampling, temperature=0.99 * sampling.temperature)
-        draft = super().draft(contexts, limits, cold, rng)
-        assert draft.q is not None
-        draft.q = draft.q**0.99
-        return draft
-
-
-@pytest.mark.parametrize("dishonest", [Cold, ChoosingDrafter])
-def test_a_dishonest_q_is_found(dishonest: Callable[[Any], Drafter]) -> None:
-    wrong, _ = mismatches(dishonest(model("llama", layers=1, seed=7)), SAMPLINGS[0], 1000, 4)
-    assert wrong > 10

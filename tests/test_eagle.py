@@ -49,7 +49,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "hydra": {"type": "hydra", "heads": DEPTH},
     "hydra_plus": {"type": "hydra_plus", "heads": DEPTH, "layers": 2},
 }
-kinds = pytest.mark.parametrize("kind", KINDS)
 IDS = torch.arange(0, VOCAB, 2)
 
 
@@ -235,8 +234,9 @@ def hand_logits(
     return state, F.linear(readout(heads, state), *heads.output.of(depth))
 
 
-@pytest.mark.parametrize("smoothing", [None, 0.3])
-@kinds
+@pytest.mark.parametrize(
+    ("kind", "smoothing"), [*((kind, None) for kind in KINDS), ("eagle1", 0.3), ("hydra", 0.3)]
+)
 def test_the_loss_is_that_of_each_token_by_hand(kind: str, smoothing: float | None) -> None:
     """Gradients too, through all steps. float64, but for norms, which no model has in it. With
     smoothing, each token has the weight of D-PACE."""
@@ -385,10 +385,9 @@ def test_features_are_noisy_only_while_they_are_trained_on() -> None:
     assert torch.equal(heads.inputs_of(replace(batch, inputs=features)), features)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gemma", "qwen3"])
-def test_any_target_has_its_eagle(family: str) -> None:
+def test_any_target_has_its_eagle() -> None:
     """Whatever its own layers are: the drafter's is llama's."""
-    other = tiny_target(family)
+    other = tiny_target("gpt2")
     heads: Any = new_heads(HeadOptions.of(KINDS["eagle1"]), other, None)
     heads.borrow(other.model)
     drafter: Any = DRAFTERS["eagle1"](heads, VOCAB, SHAPES["dynamic"](width=2, nodes=5))
@@ -497,10 +496,8 @@ def test_hydra_starts_as_the_target(kind: str) -> None:
     ("given", "message"),
     [
         ({"type": "eagle1", "output": "own"}, "output is .own."),
-        ({"type": "eagle1", "noise": -0.1}, "noise is -0.1"),
         ({"type": "eagle1", "decay": 0.5}, "have no option 'decay'"),
         ({"type": "eagle3", "steps": 0}, "steps is 0"),
-        ({"type": "eagle3", "output": "own"}, "output is .own."),
         ({"type": "hydra", "decay": 0.0}, "decay is 0"),
         ({"type": "eagle"}, "unknown type of heads 'eagle'"),
         ({"type": "eagle1", "output_rank": 0}, "output_rank is 0"),

@@ -26,15 +26,12 @@ from decode.model.hidden_states import FINAL
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
-from decode.shapes.static import Static
 from decode.text import SpeculativeGenerator
 from decode.verification import Verification
 from distill.teacher.feature_sources import LiveFeatures
 from tests import tiny
-from tests.contract import heads_on
-from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
+from tests.stages import make_stage, plan_stage, stage_context
 from tests.tiny import EOS_ID, PAD_ID, finish, tiny_encoder_decoder, tiny_model, tiny_tokenizer
-from train.measure.check_lossless import FAR, distance
 from train.measure.evaluation import evaluate
 
 FAMILIES = ("t5", "bart", "marian")
@@ -92,13 +89,9 @@ class Guesses(Drafter):
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *((family, kind) for family in FAMILIES for kind in ("ngram", "tree")),
-        ("bart", "suffix"),
+        ("marian", "ngram"),
+        ("bart", "tree"),
         ("t5", "lookahead"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.thorough)
-            for pair in (("t5", "store"), ("marian", "max_gram"), ("bart", "none"))
-        ),
     ],
 )
 def test_greedy_texts_are_those_of_generate(family: str, kind: str) -> None:
@@ -117,9 +110,8 @@ def test_greedy_texts_are_those_of_generate(family: str, kind: str) -> None:
         assert decoded.counts.acceptance_rate < 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rows_join_a_running_decode(family: str) -> None:
-    lm = model(family)
+def test_rows_join_a_running_decode() -> None:
+    lm = model("t5")
     decoding = Decoding(Decoder(lm, NgramDrafter(), eos_token_ids=[EOS_ID], gamma=3), seed=0)
     decoding.admit(SOURCES[1:3], NEW)
     for _ in range(4):
@@ -133,8 +125,9 @@ def test_rows_join_a_running_decode(family: str) -> None:
         assert decoding.outputs[row] == generated(lm, source)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("t5", "eager"), ("bart", "sdpa"), ("marian", "sdpa")]
+)
 def test_positions_are_those_of_one_row_without_padding(family: str, attention: str) -> None:
     """Each node of ragged trees has the logits and hidden states of its path alone."""
     lm = tiny_encoder_decoder(family)
@@ -212,41 +205,6 @@ def joint_law(lm: Any, source: list[int]) -> np.ndarray:
     return law.reshape((WORDS,) * SAMPLED)
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        ("bart", "ngram"),
-        ("t5", "medusa tree"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.thorough)
-            for pair in (
-                ("bart", "medusa chain"),
-                ("bart", "hydra tree"),
-                ("marian", "blockwise tree"),
-                ("t5", "ngram"),
-                ("t5", "blockwise chain"),
-            )
-        ),
-    ],
-)
-def test_sampled_texts_have_the_targets_distribution(family: str, kind: str) -> None:
-    """Of two sources in one batch, each against its exact joint distribution."""
-    lm = model(family, vocab=WORDS, hidden=16, heads=2, encoder_layers=1, layers=1)
-    if kind == "ngram":
-        drafter: Drafter = NgramDrafter(1, 2)
-    else:
-        shape = Static(widths=[2, 2], draw="distinct") if kind.endswith("tree") else None
-        drafter = heads_on(lm, kind.split()[0], WORDS, shape)
-    decoder = Decoder(lm, drafter, gamma=2, sampling=Sampling(1.0))
-    sources, rows = [[1, 3, 2, 4, 1], [2, 4]], 3000
-    decoded = decoder.decode(sources * rows, SAMPLED, batch_size=4000)
-    assert 0.1 < decoded.counts.acceptance_rate < 0.95
-    for number, source in enumerate(sources):
-        texts = np.array(decoded.outputs[number::2])
-        assert distance(texts, joint_law(lm, source)) < FAR
-        assert distance(texts, joint_law(lm, sources[1 - number])) > FAR  # the test can tell
-
-
 # --- generate, evaluate ---------------------------------------------------------------------------
 
 
@@ -280,12 +238,11 @@ def test_what_a_checkpoint_forces_and_forbids(settings: dict[str, Any]) -> None:
     assert generator.decoded.outputs == expected
 
 
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_an_evaluation_of_a_target_with_an_encoder(family: str) -> None:
+def test_an_evaluation_of_a_target_with_an_encoder() -> None:
     protocol = EvaluationProtocol(
         gamma=3, max_new_tokens=12, timed_prompts=2, timed_batch_size=2, timed_tokens=8
     )
-    made = target(family)
+    made = target("bart")
     measured = evaluate(made, NgramDrafter(), SOURCES, protocol)
     assert measured.outputs == [generated(made.model, source, 12) for source in SOURCES]
     assert measured.identical == 1
@@ -304,8 +261,8 @@ def saved(directory: Path, family: str) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_loads_where_an_encoder_is_allowed(family: str, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_where_an_encoder_is_allowed(tmp_path: Path) -> None:
+    family = "marian"
     path = saved(tmp_path / family, family)
     loaded = load_target(str(path), dtype="float32", device="cpu", encoder=True)
     assert loaded.has_encoder
@@ -344,9 +301,8 @@ def test_drafters_that_do_not_read_sources_are_refused(tmp_path: Path) -> None:
 # --- heads ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_features_are_those_that_a_drafter_sees(family: str) -> None:
-    lm = model(family)
+def test_features_are_those_that_a_drafter_sees() -> None:
+    lm = model("t5")
     text = [PAD_ID, 11, 12, 13]
     ids, mask = padded_prompts([text, text[:2]], PAD_ID, torch.device("cpu"), right=True)
     sources = {"one": SOURCES[0], "two": SOURCES[1]}
@@ -366,39 +322,6 @@ def test_features_are_those_that_a_drafter_sees(family: str) -> None:
 def with_start(context: Any) -> Any:
     context.corpus.start = PAD_ID
     return context
-
-
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_heads_learn_answers_of_the_target_and_decode(family: str, tmp_path: Path) -> None:
-    made = target(family)
-    context = with_start(stage_context(tmp_path, made))
-    answers = make_stage("generate", "answers", prompts=10, max_new_tokens=12, split="train")
-    loop = LOOP | {"epochs": 12}
-    stage = make_stage(
-        "heads",
-        "heads",
-        answers,
-        heads={"type": "blockwise", "k": 4, "output": "shared"},
-        text="answers",
-        loop=loop,
-        optimizer={"lr": 1e-2, "warmup_steps": 2},
-    )
-    plan_stage(context, stage, answers=plan_stage(context, answers))
-    run_stage(context, answers)
-    prompts = context.corpus.prompts(context.corpus.examples["train"])
-    samples = context.corpus.samples("answers")
-    assert [sample.source for sample in samples] == prompts
-    assert [sample.tokens[1:] for sample in samples] == [
-        generated(made.model, prompt, 12) for prompt in prompts
-    ]
-    outcome = run_stage(context, stage)
-    history = outcome.summary["training"]["history"]
-    assert history[-1]["loss"] < 0.7 * history[0]["loss"]
-    drafter = open_drafter(str(outcome.drafter), made)
-    decoder = Decoder(made.model, drafter, eos_token_ids=made.eos_token_ids, gamma=3)
-    decoded = decoder.decode(prompts, 12)
-    assert decoded.outputs == [sample.tokens[1:] for sample in samples]
-    assert decoded.counts.acceptance_rate > 0.3
 
 
 def test_parts_of_stages_that_need_a_decoder_only_target_are_refused(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from distill.teacher.teacher_signal import TeacherLogits
 from distill.untrained_student import student_from_config, student_from_layers
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.test_encoder_decoder import (
-    FAMILIES,
     NEW,
     SAMPLED,
     SOURCES,
@@ -76,8 +75,10 @@ def gradients(lm: Any) -> dict[str, torch.Tensor]:
 # --- drafts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("shape", [None, Static(widths=[2, 2, 1], draw="distinct")])
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("t5", Static(widths=[2, 2, 1], draw="distinct")), ("bart", None)],
+)
 def test_greedy_texts_are_those_of_generate(family: str, shape: Any) -> None:
     """Rows of different lengths leave and join, also beside lookup. The target itself as a drafter
     is always right, because its encoder read the right sources."""
@@ -104,33 +105,24 @@ def test_greedy_texts_are_those_of_generate(family: str, shape: Any) -> None:
 def test_combinations_of_drafters_that_read_the_source() -> None:
     lm = model("t5")
     small, lookup = SmallLMDrafter(near(lm)), NgramDrafter(1, 2)
+    expected = [generated(lm, source, 12) for source in SOURCES]
     for drafter in (
         VerticalCascade(small, lookup),
         HorizontalCascade(small, lookup),
         SeveralDrafters([lookup, small]),
     ):
         decoder = Decoder(lm, drafter, eos_token_ids=[EOS_ID], gamma=3)
-        decoded = decoder.decode(SOURCES, NEW, batch_size=2)
-        assert decoded.outputs == [generated(lm, source) for source in SOURCES]
-        assert decoded.counts.accepted.sum() > 5
+        decoded = decoder.decode(SOURCES, 12, batch_size=3)
+        assert decoded.outputs == expected
+        assert decoded.counts.accepted.sum() > 3
     with pytest.raises(UserError, match="needs a decoder-only target"):
         Decoder(lm, HorizontalCascade(SkipDrafter("1"), lookup))
 
 
-@pytest.mark.parametrize(
-    ("family", "tree"),
-    [
-        (family, tree)
-        if (family, tree) == ("t5", True)
-        else pytest.param(family, tree, marks=pytest.mark.thorough)
-        for family in FAMILIES
-        for tree in (False, True)
-    ],
-)
-def test_sampled_texts_have_the_targets_distribution(family: str, tree: bool) -> None:
+def test_sampled_texts_have_the_targets_distribution() -> None:
     """Of two sources in one batch, each against its exact joint distribution."""
-    lm = model(family, vocab=WORDS, hidden=16, heads=2, encoder_layers=1, layers=1)
-    shape = Static(widths=[2, 2], draw="distinct") if tree else None
+    lm = model("t5", vocab=WORDS, hidden=16, heads=2, encoder_layers=1, layers=1)
+    shape = Static(widths=[2, 2], draw="distinct")
     drafter = SmallLMDrafter(near(lm, 0.2), shape=shape)
     decoder = Decoder(lm, drafter, gamma=2, sampling=Sampling(1.0))
     sources, rows = [[1, 3, 2, 4, 1], [2, 4]], 4000
@@ -145,7 +137,7 @@ def test_sampled_texts_have_the_targets_distribution(family: str, tree: bool) ->
 # --- students -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["t5", "marian"])
 def test_a_student_of_decoder_layers_is_the_target_without_the_others(family: str) -> None:
     lm = biased(family, layers=3)
     source, text = torch.tensor([SOURCES[0]]), torch.tensor([[PAD_ID, 11, 12, 13]])
@@ -171,7 +163,7 @@ def test_a_student_of_decoder_layers_is_the_target_without_the_others(family: st
     assert len(smaller.get_encoder().state_dict()) < len(lm.get_encoder().state_dict())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["t5", "bart"])
 def test_loss_and_gradient_are_those_of_each_text_alone(family: str) -> None:
     """From all logits of the complete models, in float64, of one text after the other."""
     lm, student = biased(family), near(biased(family), 0.1)
@@ -212,13 +204,10 @@ def test_loss_and_gradient_are_those_of_each_text_alone(family: str) -> None:
 STARTS: dict[str, dict[str, Any]] = {
     "t5": {"layers": [1]},
     "bart": {"config": {"encoder_layers": 1, "decoder_layers": 1}},
-    "marian": {"layers": [0]},
 }
 
 
-@pytest.mark.parametrize(
-    "family", [x if x == "bart" else pytest.param(x, marks=pytest.mark.thorough) for x in FAMILIES]
-)
+@pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=pytest.mark.thorough)])
 def test_a_student_learns_answers_of_the_target_and_drafts(family: str, tmp_path: Path) -> None:
     """Of layers of the decoder, and of random weights; a later stage goes on with the drafter."""
     teacher = target(family, dropout=0.0) if family != "t5" else target(family, dropout_rate=0.0)
@@ -238,7 +227,6 @@ def test_a_student_learns_answers_of_the_target_and_drafts(family: str, tmp_path
         **options,
     )
     dev = {"samples": 2, "every": 100, "decode_prompts": 2, "max_new_tokens": 4}
-    window = {"tokens_per_pass": 64} if family == "marian" else {}
     second = make_stage(
         "distill",
         "second",
@@ -246,7 +234,6 @@ def test_a_student_learns_answers_of_the_target_and_drafts(family: str, tmp_path
         first,
         drafter={"stage": "first"},
         dev=dev,
-        **window,
         **options,
     )
     plan_stage(context, first, answers=plan_stage(context, answers))

@@ -21,8 +21,6 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
 from decode.model.cache.cached_model import CachedLM
-from decode.model.forward import few_rows
-from decode.model.forward.lean_parts import PackedLinear
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, save_drafter
@@ -63,7 +61,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "blockwise": BLOCKWISE,
     "blockwise-shared": BLOCKWISE | {"output": "shared"},
 }
-kinds = pytest.mark.parametrize("kind", KINDS)
 IDS = torch.arange(0, VOCAB, 2)
 
 
@@ -111,10 +108,15 @@ def head_states(heads: Any, hidden: torch.Tensor, depth: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("losses", "reduced"),
-    [({"cross_entropy": 1.0}, True), ({"forward_kl": 0.5, "jsd": 2.0}, False)],
+    ("kind", "losses", "reduced"),
+    [
+        ("medusa", {"forward_kl": 0.5, "jsd": 2.0}, False),
+        ("medusa-deep-shared", {"cross_entropy": 1.0}, True),
+        ("medusa-low-rank", {"forward_kl": 0.5, "jsd": 2.0}, True),
+        ("blockwise", {"cross_entropy": 1.0}, False),
+        ("blockwise-shared", {"cross_entropy": 1.0}, True),
+    ],
 )
-@kinds
 def test_the_loss_is_that_of_each_token_by_hand(kind: str, losses: Any, reduced: bool) -> None:
     """Head k at position t against the token at t + k + 1 and the target's distribution there, one
     token at a time; gradients too. float64, so that nothing hides behind rounding."""
@@ -196,8 +198,10 @@ def test_figures_count_what_is_right_and_in_a_row() -> None:
     assert found["tokens_per_step"] == 1 + (3 + 1 + 0 + 1) / 4
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "low-rank" not in kind])
+@pytest.mark.parametrize(
+    ("kind", "reduced"),
+    [("medusa", True), ("medusa-target", False), ("blockwise", False), ("blockwise-shared", True)],
+)
 def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None:
     """So the loss there is the cross-entropy of the target's own next-token distribution."""
     heads = make(kind, IDS if reduced else None)
@@ -331,7 +335,7 @@ def test_a_draft_is_no_deeper_than_there_are_heads() -> None:
 # --- directories ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["medusa-deep-shared", "medusa-target", "blockwise-shared"])
+@pytest.mark.parametrize("kind", ["medusa-target", "blockwise-shared"])
 def test_what_is_borrowed_is_not_stored(kind: str, tmp_path: Path) -> None:
     heads = make(kind, IDS, moved=0.3)
     save_heads(tmp_path / "heads", heads, target=target(), provenance={})
@@ -414,10 +418,8 @@ def test_more_heads_than_the_context_are_refused() -> None:
         ({"heads": 3}, r"heads.type. is missing; expected one of .*medusa"),
         ("medusa", r"Did you mean {type: medusa}"),
         ({"type": "medusa", "head": 3}, r"heads.head. is unknown.*Did you mean \"heads\""),
-        ({"type": "medusa", "heads": 0}, "heads.heads. is 0"),
         ({"type": "blockwise", "k": 1}, "heads.k. is 1"),
         ({"type": "blockwise", "output": "own"}, "heads.output. is .own."),
-        ({"type": "blockwise", "sub_loss": "all"}, "sub_loss. is 'all'"),
         ({"type": "medusa", "decay": "much"}, "decay. is 'much'"),
     ],
 )
@@ -435,12 +437,14 @@ def test_bad_options_are_refused_before_anything_is_loaded(given: Any, message: 
 # --- the stage ------------------------------------------------------------------------------------
 
 STAGE = {"loop": LOOP, "optimizer": {"lr": 1e-2, "warmup_steps": 2}}
-DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": 3, "max_new_tokens": 12}
 
 
 @pytest.fixture
 def context(tmp_path: Path) -> StageInputs:
     return stage_context(tmp_path, target())
+
+
+DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": 3, "max_new_tokens": 12}
 
 
 def test_the_last_figures_are_those_of_the_drafter_that_is_saved(
@@ -457,7 +461,7 @@ def test_the_last_figures_are_those_of_the_drafter_that_is_saved(
 
     monkeypatch.setattr("train.stages.heads.Bigrams", counted)
     monkeypatch.setattr("train.stages.heads.BIGRAM_TOKENS", 100)
-    settings = STAGE | {"dev": DEV, "loop": LOOP | {"epochs": 8}}
+    settings = STAGE | {"dev": DEV, "loop": LOOP | {"epochs": 4}}
     stage = make_stage("heads", "heads", heads=MEDUSA, losses={"forward_kl": 1.0}, **settings)
     outcome = run_stage(context, stage)
     last = outcome.summary["training"]["dev"][-1]
@@ -482,27 +486,6 @@ def test_the_last_figures_are_those_of_the_drafter_that_is_saved(
         assert last[f"head{k}/top1"] == pytest.approx(np.mean(found))
     assert outcome.summary["bigram_top1"] > 0
     assert 50 < sum(lengths) < 150
-
-
-def test_a_tree_is_calibrated_and_stored(context: Any) -> None:
-    settings = STAGE | {"loop": LOOP | {"epochs": 20}}
-    tree = {"nodes": 5, "width": 4, "prompts": 4, "max_new_tokens": 16}
-    # On the target's own words, or nothing would be accepted.
-    stage = make_stage("generate", "answers", max_new_tokens=16)
-    run_stage(context, stage)
-    settings |= {"text": "answers", "tree": tree, "weights": "int8"}
-    heads = make_stage("heads", "heads", stage, heads=MEDUSA, **settings)
-    outcome = run_stage(context, heads)
-    drafter: Any = open_drafter(str(outcome.drafter), target())
-    packed = [x for x in drafter.module.modules() if isinstance(x, PackedLinear) and x.has_blocks]
-    if few_rows.library(torch.float32) is not None:
-        assert {x.blocks[0].data.dtype for x in packed} == {torch.int8}
-    paths = drafter.shape.structure.paths
-    assert outcome.summary["tree"]["paths"] == paths
-    assert 1 <= len(paths) <= 5
-    assert drafter.branches
-    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
-    assert Decoder(target().model, drafter).decode(PROMPTS, NEW).outputs == plain.outputs
 
 
 TREE = {"nodes": 5, "width": 4, "prompts": 4, "max_new_tokens": 16}

@@ -13,7 +13,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoding import Decoder
 from decode.loop.parts import room
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.requirements import require_trees
@@ -125,21 +125,6 @@ def test_what_lookup_drafted_is_followed_by_a_draft_without_a_pass(passes: list[
     done = Decoder(model, combined(in_tree), gamma=TOKENS).decode(REPEATED[3:], 24)
     assert len(passes) <= 2 + len(done.steps)
     assert done.outputs == Decoder(model, DRAFTERS["none"]()).decode(REPEATED[3:], 24).outputs
-
-
-def test_a_sampled_row_says_the_same_alone() -> None:
-    """Whether a row drafts with a pass depends on this row only."""
-
-    def run(rows: list[int]) -> Decoded:
-        drafter = InTreeDrafter(make(), VOCAB, places=2)
-        decoder = Decoder(
-            target().model, drafter, gamma=TOKENS, sampling=Sampling(0.7, top_p=0.9), rule="block"
-        )
-        return decoder.decode([REPEATED[row] for row in rows], NEW, seed=3, row_ids=rows)
-
-    together = run([0, 1, 2, 3])
-    assert [run([row]).outputs[0] for row in range(4)] == together.outputs
-    assert together.counts.accepted.sum() > 5
 
 
 def test_drafts_are_as_long_as_the_text_and_the_context_allow() -> None:

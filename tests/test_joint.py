@@ -106,9 +106,9 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("losses", "reduced"), [({"cross_entropy": 1.0}, False), ({"forward_kl": 1.0}, True)]
+    ("kind", "losses", "reduced"),
+    [("medusa", {"forward_kl": 1.0}, True), ("blockwise", {"cross_entropy": 1.0}, False)],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, reduced: bool) -> None:
     """L_backbone + λ₀·Σ λᵏ·CE, gradients in the target's weights too, its output layer among them,
     through which Blockwise's heads read. float64, so that nothing hides behind rounding."""

@@ -99,7 +99,7 @@ def counts_of(trie: SuffixTrie) -> dict[tuple[int, ...], int]:
     return counts
 
 
-@pytest.mark.parametrize("depth", [2, 3, 5, 24])
+@pytest.mark.parametrize("depth", [2, 5, 24])
 def test_a_trie_has_the_counts_of_its_texts(depth: int) -> None:
     """Also while a text grows, and after the oldest ones were dropped."""
     chance = random.Random(depth)
@@ -238,7 +238,7 @@ def test_outputs_are_bound_by_their_tokens() -> None:
     assert counts_of(drafter.outputs) == occurrences(kept, 24)
 
 
-@pytest.mark.parametrize("name", ["suffix", "store", "ngram+suffix"])
+@pytest.mark.parametrize("name", ["ngram+suffix"])
 def test_an_evaluation_does_not_time_answers_that_were_seen(name: str) -> None:
     target, prompts = tiny_target(), [[5, 17, 250, 9, 42], [7], [8, 9]]
     protocol = EvaluationProtocol(

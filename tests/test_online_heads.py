@@ -71,7 +71,6 @@ READ = {
     "dflash": "taps",
     "dspark": "taps",
 }
-kinds = pytest.mark.parametrize("kind", OPTIONS)
 
 
 WITHOUT_TOKENS = SimpleNamespace(
@@ -226,8 +225,10 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
             ReplayBuffer(1 << 20, given, tmp_path).restore(on)
 
 
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("kind", [*OPTIONS, *MORE])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("medusa", True), *((kind, bool(i % 2)) for i, kind in enumerate([*OPTIONS, *MORE]))],
+)
 def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> None:
     """Ragged rows, which leave one after the other: replayed from the record, step d guesses what
     was rejected there, and the target's token where it was accepted. The hidden states of a draft
@@ -331,9 +332,15 @@ def test_windows_keep_what_each_head_read() -> None:
 # --- the loss -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
-@kinds
+@pytest.mark.parametrize(
+    ("kind", "loss", "reduced"),
+    [
+        ("medusa", "forward_kl", False),
+        ("medusa", "cross_entropy", True),
+        ("medusa-target", "forward_kl", True),
+        ("blockwise", "cross_entropy", False),
+    ],
+)
 def test_the_loss_is_the_divergence_of_that_head_at_that_place_by_hand(
     kind: str, loss: str, reduced: bool
 ) -> None:
@@ -397,37 +404,6 @@ def online_of(drafter: HeadsDrafter, heads: Heads, on: Any, **settings: Any) -> 
     return Online(drafter, student, config, {}, vocab_size=on.vocab_size)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind == "dflash" else pytest.param(kind, marks=pytest.mark.thorough)
-        for kind in [*OPTIONS, *MORE]
-    ],
-)
-def test_learning_between_requests_raises_acceptance_and_keeps_the_text(kind: str) -> None:
-    on = target()
-    heads = heads_of(kind, on)
-    drafter = drafter_of(heads, on)
-    online = online_of(drafter, heads, on, accepted=1.0, steps=6)
-    decoder = Decoder(on.model, drafter, gamma=2, observers=[online.observe])
-    plain = Decoder(on.model, NoDrafter())
-    rates, kept = [], 0
-    # Requests that come again, learnt from once and held out another time.
-    stream = prompts_of(7) * 10
-    for begin in range(0, 64, 4):
-        batch = stream[begin : begin + 4]
-        done = decoder.decode(batch, 16)
-        assert done.outputs == plain.decode(batch, 16).outputs
-        rates.append(done.counts.acceptance_rate)
-        if online.due():
-            found = online.learn()
-            assert found is not None
-            kept += found.kept
-            assert online.swap() == found.kept
-    assert kept > 4
-    assert np.mean(rates[-4:]) > np.mean(rates[:4]) + 0.15
-
-
 def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
     """Greedy: the text stays the target's own, and each draft is that of heads which were made with
     the new weights: the layers that are packed follow them."""
@@ -457,16 +433,7 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
     assert compared > swaps
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind
-        if kind in ("eagle3", "dflash", "kangaroo")
-        else pytest.param(kind, marks=pytest.mark.thorough)
-        for kind in MORE
-        if kind != "hydra"
-    ],
-)
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "kangaroo"])
 def test_after_a_swap_all_of_the_text_is_read_with_the_new_weights(kind: str) -> None:
     """Keys and values that the layer made with the old ones are gone: each draft begins with what
     the copy says that was handed over last."""
@@ -601,22 +568,10 @@ def learning(name: str, seed: int = 0, kind: Any = None) -> Learning:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    [
-        ("medusa", 40_000),
-        pytest.param("medusa", 250_000, marks=pytest.mark.thorough),
-        # The target of these texts has one layer, and Kangaroo needs two.
-        *(
-            pytest.param(kind, 100_000, marks=pytest.mark.thorough)
-            for kind in MORE
-            if kind != "kangaroo"
-        ),
-    ],
-)
-def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(
-    kind: str, rows: int
-) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["medusa", "eagle1", "dflash"])
+def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(kind: str) -> None:
+    rows = 100_000
     learnt = learning(kind)
     found = learnt.run(rows)
     assert found.passes, found
@@ -627,7 +582,7 @@ def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(
 
 @pytest.mark.slow
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle1", "mtp"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle1"])
 def test_declaring_the_old_q_while_drawing_from_the_new_is_found(kind: str) -> None:
     old = declaring_old_q(DRAFTERS[kind])
     fits = [learning(kind, seed, old).run(100_000, seed) for seed in range(5)]

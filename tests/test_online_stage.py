@@ -21,7 +21,6 @@ from tests.stages import (
     drafter_weights,
     examples,
     make_stage,
-    plan_stage,
     run_stage,
     stage_context,
     with_examples,
@@ -160,17 +159,6 @@ def test_a_save_does_not_grow_with_the_stream():
     assert summed(StreamProgress.read(later).window.counts) == [2, 4, 6, 2]
 
 
-def test_without_learning_the_drafter_stays_as_it_is(context, whole):
-    frozen = run_stage(context, online_stage("frozen", learning=None))
-    assert frozen.summary["rounds"] == []
-    start = context.earlier["frozen"] / "versions" / "version-0"
-    weights = drafter_weights(frozen)
-    shutil.copytree(start, context.directory / "copy")
-    (context.directory / "copy" / "moments.safetensors").unlink()
-    assert_equal(weights, drafter_weights(replace(frozen, drafter=context.directory / "copy")))
-    assert any(not torch.equal(x, weights[n]) for n, x in drafter_weights(whole).items())
-
-
 def test_it_goes_on_with_a_distilled_drafter_and_its_vocabulary(context):
     distilled = make_stage(
         "distill", "distil", **(DRAFTER | {"draft_vocabulary": 80, "loop": DISTILL_LOOP})
@@ -249,15 +237,6 @@ def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
     outcome = run_stage(context, on_heads("online", stage, **settings))
     stored = context.earlier["medusa"] / "drafter" / "tree.json"
     assert stored.exists() == (outcome.drafter / "tree.json").exists()
-
-
-def test_heads_that_attend_to_the_text_learn_from_all_of_its_states(context):
-    stage = heads_stage(heads={"type": "eagle1", "depth": 2})
-    run_stage(context, stage)
-    outcome = run_stage(context, on_heads("online", stage, prompts=8))
-    assert outcome.summary["bytes_per_text_token"] == 32 * 4
-    assert "bytes_per_draft" not in outcome.summary
-    assert describe_drafter(outcome.drafter)["kind"] == "eagle1"
 
 
 def test_what_is_not_for_heads_is_refused(monkeypatch):
@@ -461,21 +440,6 @@ def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, whole, mon
 
 
 # --- bad input ------------------------------------------------------------------------------------
-
-
-def test_a_stage_can_serve_and_learn_from_one_kind_of_prompts(context, tmp_path):
-    """It ends as where the rows of this kind are all there is."""
-    stream = context.corpus.examples["stream"]
-    mixed = [replace(x, kind="ab"[row % 2]) for row, x in enumerate(stream)]
-    of_kind = run_stage(with_examples(context, stream=mixed), online_stage("online", kinds=["b"]))
-    elsewhere = with_examples(replace(context, directory=tmp_path / "x"), stream=stream[1::2])
-    alone = run_stage(elsewhere, online_stage("online"))
-    assert of_kind.summary["requests"] == REQUESTS // 2
-    assert of_kind.summary["versions_kept"] > 0
-    assert without_times(of_kind.summary) == without_times(alone.summary)
-    refused = online_stage("other", kinds=["a", "c"])
-    with pytest.raises(UserError, match=r"of the kinds c, but no row .*; kinds in its rows: a, b"):
-        plan_stage(with_examples(context, stream=mixed), refused)
 
 
 def test_a_stream_without_prompts_is_refused(context):

@@ -32,7 +32,7 @@ from decode.model.forward.prepare_model import (
 from decode.model.forward.recognition import NotLean, lean_forward
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.shapes import SHAPES
-from tests.tiny import FAMILIES, forbid_packing, generated, own_text, real_target, tiny_model
+from tests.tiny import forbid_packing, own_text, tiny_model
 
 # In which this CPU has matrix products; PyTorch converts without them.
 DTYPES = [x for x in (torch.float32, torch.bfloat16, torch.float16) if has_products(x)]
@@ -54,8 +54,10 @@ def through_slots(lm: CachedLM) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("family", "dtype", "our_attention"),
     [
-        *((family, torch.float32, True) for family in FAMILIES),
-        *((family, torch.bfloat16, False) for family in FAMILIES),
+        ("llama", torch.float32, True),
+        ("gpt2", torch.float32, True),
+        ("gemma", torch.bfloat16, False),
+        ("gpt2", torch.bfloat16, False),
     ],
 )
 def test_results_are_those_of_the_model(
@@ -91,22 +93,6 @@ def test_changed_weights_are_packed_again() -> None:
     optimizer.step()
     torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=2e-4)
     assert (stale - logits(model)).abs().max() > 0.1
-
-
-def test_a_drafter_that_was_trained_drafts_with_its_new_weights() -> None:
-    target, small = tiny_model("llama"), tiny_model("llama", layers=1, seed=3)
-    decoder = Decoder(target, SmallLMDrafter(small), gamma=3)
-    before = decoder.decode([[5, 6, 7]], 24).counts.accepted.sum()
-    with torch.no_grad():
-        # It becomes the target's first layer; what it learnt must show in the very next decode.
-        taught = copy.deepcopy(target)
-        taught.model.layers = taught.model.layers[:1]
-        small.load_state_dict(taught.state_dict())
-    again = decoder.decode([[5, 6, 7]], 24)
-    fresh = Decoder(target, SmallLMDrafter(small), gamma=3).decode([[5, 6, 7]], 24)
-    assert again.outputs == Decoder(target, DRAFTERS["none"]()).decode([[5, 6, 7]], 24).outputs
-    assert again.counts.accepted.tolist() == fresh.counts.accepted.tolist()
-    assert again.counts.accepted.sum() != before
 
 
 def test_models_that_others_have_wrapped_stay_as_they_are() -> None:
@@ -166,15 +152,6 @@ def test_an_output_layer_of_low_rank_runs_as_two_packed_products() -> None:
     torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=2e-4)
     products: Any = lm.forward_pass.output
     assert [x.inputs[0] for x in products] == [32, 7]
-
-
-@pytest.mark.real
-@pytest.mark.thorough
-def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
-    target = real_target()
-    prompt = target.tokenizer("def add(a, b):").input_ids
-    found = Decoder(target.model, DRAFTERS["ngram"](), gamma=4).decode([prompt], 12)
-    assert found.outputs == [generated(target.model, prompt, 12)]
 
 
 LEAN: dict[str, dict[str, Any]] = {
@@ -312,7 +289,7 @@ def test_why_products_are_not_packed_is_said(
     assert "half of the free memory" in memory
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "granite", "cohere", "stablelm", "phi"])
+@pytest.mark.parametrize("family", ["gpt2", "granite", "cohere", "phi"])
 def test_models_of_another_kind_run_through_transformers(family: str) -> None:
     """Granite has llama's parts, and scales what a layer adds."""
     options = {"residual_multiplier": 0.5} if family == "granite" else {}
@@ -390,7 +367,7 @@ def test_a_model_that_computes_something_else_is_found(change: Callable[[Any], N
             lean_forward(model)
 
 
-@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+@pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3"])
 def test_scaled_rotary_positions(kind: str) -> None:
     rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 10000.0}
     rope |= {"original_max_position_embeddings": 64}

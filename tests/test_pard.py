@@ -12,13 +12,11 @@ from pydantic import ValidationError
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel, unused_token
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.opening.directory import describe_drafter, open_drafter
-from decode.shapes import SHAPES
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.masked_copies import MaskedCopies
@@ -109,20 +107,6 @@ def test_new_weights_are_used_at_once() -> None:
     decoder.decode([[5, 17, 250, 9, 42], [7]], 12)
     assert len(steps) > 4
     assert recording.drafts > 8
-
-
-@pytest.mark.parametrize("name", ["chain", "dynamic:width=2,nodes=6"])
-def test_greedy_text_is_plain_decodings(name: str) -> None:
-    """With chains and trees, for texts that outgrow the drafter's context too."""
-    target = tiny_model("llama")
-    small = masked(tiny_model("llama", seed=7, layers=1, max_positions=12))
-    prompts = [[5] * 40, [7], [5, 17, 250] * 4]
-    plain = Decoder(target, DRAFTERS["none"]()).decode(prompts, 24)
-    for gamma in (3, 11):
-        drafter = ParallelLMDrafter(small, shape=SHAPES.make(name), vocab_size=VOCAB)
-        done = Decoder(target, drafter, gamma=gamma).decode(prompts, 24)
-        assert done.outputs == plain.outputs
-        assert done.counts.drafted[0] >= done.counts.steps - 3
 
 
 # --- the mask token -------------------------------------------------------------------------------

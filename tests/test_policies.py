@@ -25,9 +25,7 @@ from decode.lengths.heuristic import Heuristic
 from decode.lengths.worth import Worth
 from decode.loop.decoding import Decoder
 from decode.model.forward.sublayers import Sublayers
-from decode.rules import RULES
 from decode.verification import Seconds, Verification
-from tests import lossless
 from tests.tiny import tiny_model, verification
 
 model = functools.cache(tiny_model)
@@ -248,20 +246,15 @@ def test_draft_exit_ends_after_an_unlikely_token_and_moves_its_threshold(
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("draft_exit:goal=2", "goal is 2"),
         ("heuristic:first=9", "first is 9; expected a length from 1 to max_depth, 8"),
-        ("heuristic:max_depth=0", "gamma is 0"),
         ("confidence:threshold=1.5", "threshold is 1.5"),
         ("confidence:min_depth=9", "expected 1 ≤ min_depth ≤ max_depth"),
-        ("entropy:flat=0", "flat is 0"),
         ("entropy:ema=1", "ema is 1"),
         ("adaptive_confidence:window=2", "window is 2"),
-        ("adaptive_confidence:price=0", "price is 0"),
         ("feedback:ema=0.5", "'feedback' is gone; heuristic follows"),
         ("by_batch:table={4:2}", "from 1 on"),
         ("by_batch", "needs the option table"),
         ("cost_model:memory=1.0", "memory is 1.0"),
-        ("cost_model:patience=0", "patience is 0"),
         ("cost_modle", 'Did you mean "cost_model"'),
         ("cost_model:max_dept=3", "no option 'max_dept'.*Did you mean \"max_depth\""),
         ("cost_model:max_depth=3.5", "option max_depth is 3.5; expected a valid integer"),
@@ -313,7 +306,7 @@ def decoder(policy: str, temperature: float) -> Decoder:
     )
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", sorted(BY_BATCH))
 def test_greedy_text_is_the_targets(name: str) -> None:
     plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(PROMPTS, 24)
     found = decoder(name, 0.0).decode(PROMPTS, 24)
@@ -323,37 +316,6 @@ def test_greedy_text_is_the_targets(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", sorted(SPECS.keys() - BY_BATCH))
-def test_a_rows_text_and_lengths_do_not_depend_on_the_batch(name: str) -> None:
-    """Also while rows leave (they end at different lengths) and draft on after others stopped."""
-    together = decoder(name, 0.7)
-    together.eos = np.arange(40)
-    found = together.decode(PROMPTS, 40, seed=3)
-    assert len({len(output) for output in found.outputs}) > 2
-    lengths: list[int] = []
-    for row, prompt in enumerate(PROMPTS):
-        alone = together.decode([prompt], 40, seed=3, row_ids=[row])
-        assert alone.outputs[0] == found.outputs[row]
-        for name_of in ("depths", "drafted", "accepted"):
-            ours = [int(getattr(s, name_of)[0]) for s in alone.steps]
-            theirs = [
-                int(getattr(s, name_of)[list(s.rows).index(row)])
-                for s in found.steps
-                if row in s.rows
-            ]
-            assert ours == theirs, name_of
-        lengths += [int(s.drafted[0]) for s in alone.steps]
-    if name != "fixed":
-        assert len(set(lengths)) > 2  # or it was never put to the test
-
-
-WATCHERS = [name for name in SPECS if POLICIES[name].watches]
-
-
-def test_there_are_policies_that_watch() -> None:
-    assert WATCHERS == ["adaptive_confidence", "confidence", "draft_exit", "entropy"]
-
-
 def short_lm() -> SmallLMDrafter:
     """One whose context is full long before the text ends."""
     return SmallLMDrafter(model("llama", seed=5, layers=1, max_positions=24))
@@ -361,7 +323,7 @@ def short_lm() -> SmallLMDrafter:
 
 @pytest.mark.parametrize(
     ("name", "first"),
-    [(name, (NgramDrafter, short_lm)[i % 2]) for i, name in enumerate(WATCHERS)],
+    [("confidence", NgramDrafter), ("entropy", short_lm)],
 )
 def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
     name: str, first: Callable[[], Drafter]
@@ -401,22 +363,6 @@ def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
         }
     for row in (0, 2, 9):
         assert told([row]) == {row: together[row]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "confidence:max_depth=2,threshold=0.6",
-        pytest.param("entropy:max_depth=2,ema=0.3,flat=0.94", marks=pytest.mark.thorough),
-    ],
-)
-def test_lengths_do_not_change_what_is_sampled(spec: str) -> None:
-    rule = RULES["speculative"]()
-    found, (run,) = lossless.decode_runs(lossless.small_lm(), rule, rows=25_000, policy=spec)
-    assert found.passes, found
-    drafted = np.concatenate([s.drafted[s.depths == 2] for s in run.steps])
-    assert 0.05 < np.mean(drafted == 1) < 0.95
 
 
 # --- the cost model, on a made-up clock -----------------------------------------------------------
@@ -470,7 +416,7 @@ by_costs = pytest.mark.parametrize("kind", [CostModel, Worth])
 
 
 @by_costs
-@pytest.mark.parametrize(("c", "most"), [(0.02, 16), (0.1, 1), (0.2, 4), (0.35, 16), (0.5, 4)])
+@pytest.mark.parametrize(("c", "most"), [(0.02, 16), (0.1, 1), (0.5, 4)])
 def test_a_useless_drafter_costs_at_most_5_per_cent(
     c: float, most: int, kind: type[CostModel]
 ) -> None:
@@ -481,11 +427,11 @@ def test_a_useless_drafter_costs_at_most_5_per_cent(
 
 
 @by_costs
-@pytest.mark.parametrize("c", [0.02, 0.1, 0.2, 0.35, 0.5])
+@pytest.mark.parametrize("c", [0.02, 0.5])
 def test_a_drafter_that_becomes_good_is_used_within_64_tokens(
     c: float, kind: type[CostModel]
 ) -> None:
-    for seed in range(5):
+    for seed in range(2):
         taken, _ = simulate(kind(8), lambda at: float(at >= 200), 364, c=c, seed=seed)
         late = [gamma for at, gamma, _ in taken if at >= 264]
         assert min(late) >= 4
@@ -494,8 +440,8 @@ def test_a_drafter_that_becomes_good_is_used_within_64_tokens(
 
 
 @by_costs
-@pytest.mark.parametrize("c", [0.1, 0.35])
-def test_a_drafter_that_becomes_useless_is_dropped(c: float, kind: type[CostModel]) -> None:
+def test_a_drafter_that_becomes_useless_is_dropped(kind: type[CostModel]) -> None:
+    c = 0.1
     taken, _ = simulate(kind(8), lambda at: 0.95 * (at < 200), 456, c=c)
     assert np.mean([gamma for at, gamma, _ in taken if 100 < at < 200]) > 2
     lost = sum(seconds / PLAIN - 1 for at, _, seconds in taken if at >= 201)
@@ -503,7 +449,7 @@ def test_a_drafter_that_becomes_useless_is_dropped(c: float, kind: type[CostMode
 
 
 @by_costs
-@pytest.mark.parametrize(("c", "alpha"), [(0.1, 0.6), (0.5, 0.85)])
+@pytest.mark.parametrize(("c", "alpha"), [(0.1, 0.6)])
 def test_it_is_nearly_as_quick_as_the_best_fixed_length(
     c: float, alpha: float, kind: type[CostModel]
 ) -> None:
@@ -589,15 +535,17 @@ def worth(v: Sequence[float], *, c: float, fixed: float, rows: int = 3, depth: i
 CURVES = {"flat": (1, 1.01, 1.02, 1.03), "bent": (1, 1.05, 1.9, 3.6), "steep": (1, 1.9, 3.8, 7.6)}
 
 
-@pytest.mark.parametrize(("c", "fixed"), [(0.0, 0.0), (0.1, 0.0), (0.02, 0.3)])
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize(
+    ("curve", "c", "fixed"),
+    [("flat", 0.0, 0.0), ("flat", 0.02, 0.3), ("bent", 0.1, 0.0), ("steep", 0.02, 0.3)],
+)
 def test_the_set_of_tokens_with_the_most_tokens_per_second_is_drafted(
     curve: str, c: float, fixed: float
 ) -> None:
     """Against all sets of depths, for rows of random acceptance."""
     random = np.random.default_rng(0)
     found = []
-    for _ in range(60):
+    for _ in range(30):
         policy = worth(CURVES[curve], c=c, fixed=fixed)
         policy._accepted[:], policy._tried[:] = random.random(3) * 20, 20.0
         policy._kept, policy._due = random.random((2, 3)) * 8

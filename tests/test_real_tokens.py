@@ -56,9 +56,16 @@ def seen(lm: CachedLM, tree: bool, rows: slice, **more: Any) -> tuple[Tensor, Te
     return logits, lm.features[FINAL]
 
 
-@pytest.mark.parametrize("in_cpp", [True, False])
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tree", "in_cpp"),
+    [
+        ("llama", False, True),
+        ("llama", True, False),
+        ("mistral", True, True),
+        ("mistral", False, False),
+        ("gemma2", True, False),
+    ],
+)
 def test_a_row_gets_what_it_gets_alone(
     family: str, tree: bool, in_cpp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,9 @@
 """Targets and drafters whose layers keep a running state: whatever is taken back, the text and the
 hidden states are those of transformers' forward."""
 
-import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +27,11 @@ from decode.model.cache.requirements import require_trees
 from decode.model.kinds import recurrent_states
 from decode.model.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.model.memory import slot_bytes
-from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes.static import Static
 from tests.contract import heads_drafter
 from tests.lossless import LONGER, Case, decode_runs
-from tests.stages import examples, make_stage, run_stage, stage_context
-from tests.tiny import finish, generated, is_matrix, moved, tiny_model, tiny_target
-from train.data.chat_tokens import prompt_tokens
-from train.data.corpus import read_answers
+from tests.tiny import finish, generated, is_matrix, moved, tiny_model
 
 LAYERS: dict[str, Any] = {
     "layers": 3,
@@ -138,18 +132,12 @@ KINDS: dict[str, Callable[[str], Drafter]] = {
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *(("qwen3_next", kind) for kind in KINDS),
-        *((family, "often wrong") for family in ("qwen3_5_text", "lfm2", "bamba")),
+        *(("qwen3_next", kind) for kind in KINDS if kind != "another"),
+        ("qwen3_5_text", "often wrong"),
+        ("bamba", "often wrong"),
         ("lfm2", "another"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.thorough)
-            for pair in (
-                ("qwen3_5_moe_text", "often wrong"),
-                ("olmo_hybrid", "often wrong"),
-                ("granitemoehybrid", "often wrong"),
-                ("granitemoehybrid", "another"),
-            )
-        ),
+        pytest.param("olmo_hybrid", "often wrong", marks=pytest.mark.thorough),
+        pytest.param("granitemoehybrid", "another", marks=pytest.mark.thorough),
     ],
 )
 def test_greedy_text_equals_generate(family: str, kind: str) -> None:
@@ -162,13 +150,6 @@ def test_greedy_text_equals_generate(family: str, kind: str) -> None:
         if kind == "often wrong" and gamma == GAMMA:
             assert all(run.counts.by_accepted[: GAMMA + 1])
             assert any(len(set(step.accepted.tolist())) > 2 for step in run.steps)
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
-def test_eager_attention(family: str) -> None:
-    lm = copy.deepcopy(model(family))
-    lm.set_attn_implementation("eager")
-    assert Decoder(lm, OftenWrong(family)).decode(PROMPTS, NEW).outputs == expected(family)
 
 
 def test_a_drafter_reads_nothing_again_in_a_ragged_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,31 +211,23 @@ def few_tokens(family: str) -> Callable[[float], Any]:
     return make
 
 
-@pytest.mark.parametrize(
-    ("family", "rows", "drawn"),
-    [
-        ("lfm2", 10_000, True),
-        pytest.param("qwen3_5_text", 5_000, False, marks=pytest.mark.thorough),
-    ],
-)
-def test_sampled_texts_have_the_targets_distribution(family: str, rows: int, drawn: bool) -> None:
-    """Chains of a small model with running states, and looked up ones, in ragged batches."""
-    case: Case = replace(LONGER, model=few_tokens(family))
-    drafter = SmallLMDrafter(case.model(0.2)) if drawn else NgramDrafter(1, 2)
-    fitted, runs = decode_runs(drafter, RULES["speculative"](), rows=rows, case=case)
+def test_sampled_texts_have_the_targets_distribution() -> None:
+    """Chains of a small model with running states, in ragged batches."""
+    case: Case = replace(LONGER, model=few_tokens("lfm2"))
+    drafter = SmallLMDrafter(case.model(0.2))
+    fitted, runs = decode_runs(drafter, RULES["speculative"](), rows=6_000, case=case)
     assert fitted.passes, fitted
     assert fitted.df > 60
     counts = runs[0].counts
     assert 0.1 < counts.accepted.sum() / counts.drafted.sum() < 0.95
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3_next", marks=pytest.mark.thorough), "lfm2"])
 @torch.no_grad()
-def test_any_slot_can_be_the_next(family: str) -> None:
+def test_any_slot_can_be_the_next() -> None:
     """Passes that begin anywhere in the text, over any rows, padded or not, with rows that come and
     go: logits and hidden states are those of one forward over the text."""
     rng = np.random.default_rng(0)
-    lm = CachedLM(model(family), captured_layers=[0, 1, 2], pass_tokens=30)
+    lm = CachedLM(model("lfm2"), captured_layers=[0, 1, 2], pass_tokens=30)
     lm.reset(0, 0)
     texts: list[list[int]] = []
     again = 0
@@ -375,27 +348,3 @@ def test_only_layers_with_attention_have_slots() -> None:
     with torch.inference_mode():
         lm.forward(torch.tensor([[4, 5]]), np.zeros(1, dtype=np.int64))
     assert lm.slots.token_bytes == slot_bytes(lm.model)
-
-
-@pytest.mark.usefixtures("fresh_accelerate")
-def test_stages_write_answers_and_train_heads_on_them(tmp_path: Path) -> None:
-    target = tiny_target("qwen3_next", **FAMILIES["qwen3_next"])
-    context = stage_context(tmp_path, target)
-    answers = make_stage("generate", "answers", max_new_tokens=12)
-    run_stage(context, answers)
-    prompts = {x.id: prompt_tokens(x, target.tokenizer) for x in examples("train", 10)}
-    plain = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
-    written = list(read_answers(tmp_path / "answers"))
-    assert len(written) == len(prompts)
-    texts = plain.decode([prompts[answer["id"]] for answer in written], 12).outputs
-    assert [answer["tokens"] for answer in written] == texts
-    options = {"heads": {"type": "medusa", "heads": 2}, "text": "answers"}
-    loop = {"epochs": 6, "tokens_per_batch": 300, "log_every": 1}
-    heads = make_stage("heads", "heads", answers, **options, loop=loop, optimizer={"lr": 1e-2})
-    outcome = run_stage(context, heads)
-    history = outcome.summary["training"]["history"]
-    assert history[-1]["loss"] < history[0]["loss"]
-    drafter = open_drafter(str(outcome.drafter), target)
-    run = Decoder(target.model, drafter, eos_token_ids=target.eos_token_ids)
-    few = [*prompts.values()][:4]
-    assert run.decode(few, 12).outputs == plain.decode(few, 12).outputs

@@ -14,7 +14,6 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.opening.directory import open_drafter
-from tests.lossless import LONGER, fit_texts, small_lm
 from tests.test_online import pair, prompts_of
 from tests.tiny import finish, tiny_target
 
@@ -67,21 +66,6 @@ def test_labels_follow_their_rows() -> None:
     assert texts.rows_from(1).labels == [None, "de"]
     texts.keep_rows(np.array([2, 0]))
     assert texts.labels == ["de", None]
-
-
-def test_routed_texts_have_the_targets_distribution() -> None:
-    """Rows join in groups."""
-    others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]
-    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, ["a", "b"]))), 90
-    for begin in range(0, 9000, size):
-        rows = range(begin, begin + size)
-        each = [RowSettings(LONGER.sampling, 1, label="ab"[row // 3 % 2]) for row in rows]
-        decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new, settings=each)
-        decoding.step()
-    finish(decoding)
-    found = fit_texts(decoding.result().outputs, LONGER)
-    assert found.passes, found
-    assert found.df > 100
 
 
 def test_what_does_not_fit_is_refused() -> None:

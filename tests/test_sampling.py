@@ -11,16 +11,14 @@ import torch
 import transformers
 
 from decode.base.errors import UserError
-from decode.drafters import DRAFTERS, Drafter
+from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, argmax, draw, draw_of
 from decode.draw.top import top
-from decode.loop.decoding import Decoder, Decoding
-from decode.loop.rows import RowSettings
-from decode.shapes.static import Static
+from decode.loop.decoding import Decoder
 from tests.enumeration import by_cdf
 from tests.tiny import tiny_model
 
@@ -35,8 +33,9 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype = torch.float32) -> 
 # --- probabilities --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("temperature", "dtype"), [(0.3, torch.float32), (1.7, torch.float32), (1.0, torch.bfloat16)]
+)
 def test_probabilities_equal_transformers_warpers(temperature: float, dtype: torch.dtype) -> None:
     logits = random_logits(500, 50, dtype)
     for top_k, top_p, min_p in itertools.product(
@@ -86,16 +85,12 @@ def test_greedy_is_the_argmax() -> None:
         ({"temperature": -0.1}, r"temperature is -0.1; expected a number from 0 \(greedy\) to 1e"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"temperature": float("inf")}, "temperature is inf"),
-        ({"temperature": "1"}, "temperature is '1'"),
         ({"temperature": True}, "temperature is True"),
         ({"top_k": -2}, "top_k is -2; expected a whole number ≥ -1"),
         ({"top_k": 5.0}, "top_k is 5.0"),
-        ({"top_k": float("nan")}, "top_k is nan"),
         ({"top_p": 0.0}, r"top_p is 0.0; expected a number in \(0, 1\]"),
-        ({"top_p": 1.1}, r"top_p is 1.1"),
         ({"top_p": float("nan")}, r"top_p is nan"),
         ({"min_p": -0.1}, r"min_p is -0.1; expected a number in \[0, 1\]"),
-        ({"min_p": 1.1}, r"min_p is 1.1"),
         ({"min_p": None}, r"min_p is None"),
         ({"repetition_penalty": 0.0}, r"repetition_penalty is 0.0; expected a number from 0.001"),
         ({"repetition_penalty": 1e-45}, r"repetition_penalty is 1e-45"),
@@ -107,8 +102,10 @@ def test_bad_parameters_are_refused(fields: dict[str, Any], said: str) -> None:
         Sampling(**fields)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
-@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-40, 5e-324])
+@pytest.mark.parametrize(
+    ("temperature", "filters"),
+    [(1e-30, {}), (1e-37, {"top_k": 5}), (1e-40, {"top_p": 0.9}), (5e-324, {"min_p": 0.1})],
+)
 def test_a_temperature_that_float32_does_not_hold_is_greedy(
     temperature: float, filters: dict[str, Any]
 ) -> None:
@@ -156,7 +153,7 @@ def test_other_weights_change_few_draws() -> None:
     assert by_races < by_sums / 10
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_tokens_of_probability_0_are_never_drawn(scale: float) -> None:
     """At the ends of [0, 1) too, with zeros at either end and weights of any size."""
     generator = torch.Generator().manual_seed(0)
@@ -203,8 +200,7 @@ def check_groups(sampling: Sampling, logits: torch.Tensor) -> list[int | None]:
     return counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "top_p"), [(torch.float32, 1.0), (torch.bfloat16, 0.7)])
 def test_few_candidates_of_a_large_vocabulary_after_top_k(dtype: torch.dtype, top_p: float) -> None:
     sampling = Sampling(0.8, top_k=5, top_p=top_p)
     logits = random_logits(40, 2000, dtype)
@@ -215,8 +211,9 @@ def test_few_candidates_of_a_large_vocabulary_after_top_k(dtype: torch.dtype, to
     assert check_groups(sampling, logits) == [None, 69] * 20
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("top_p", "min_p"), [(0.9, 0.0), (0.9, 0.01)])
+@pytest.mark.parametrize(
+    ("dtype", "top_p", "min_p"), [(torch.float32, 0.9, 0.0), (torch.bfloat16, 0.9, 0.01)]
+)
 def test_top_p_and_min_p_look_at_few_tokens_first(
     dtype: torch.dtype, top_p: float, min_p: float
 ) -> None:
@@ -233,8 +230,7 @@ def test_top_p_and_min_p_look_at_few_tokens_first(
     assert set(counts[2::4]) | set(counts[3::4]) >= {4096}
 
 
-@pytest.mark.parametrize("count", [1, 7, 60])
-@pytest.mark.parametrize("size", [50, 4000, 4015])
+@pytest.mark.parametrize(("size", "count"), [(50, 60), (4000, 7), (4015, 1), (4015, 60)])
 def test_the_largest_by_groups_are_the_largest(size: int, count: int) -> None:
     count = min(count, size)
     logits = random_logits(200, size)
@@ -330,46 +326,6 @@ def small_lm() -> SmallLMDrafter:
     return SmallLMDrafter(model("llama", seed=7, layers=1))
 
 
-SEEDED = {
-    "none": ("exact", DRAFTERS["none"]),
-    "chain": ("speculative", small_lm),
-    "tree": ("traversal", lambda: small_lm().with_shape(Static(widths=[2, 1], draw="distinct"))),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", list(SEEDED))
-def test_seeded_texts_do_not_depend_on_their_neighbours(kind: str) -> None:
-    """The contract with more power: alone and beside 16 others that join and leave, of other
-    lengths and with other settings. Of 8,000 tokens none may differ: their logits differ by about
-    1e-6, so that a tie within rounding is expected once in more than 10,000 tokens."""
-    rule, make = SEEDED[kind]
-    sampling, count = Sampling(1.0), 200
-    random = np.random.default_rng(count)
-    prompts = [random.integers(3, 300, random.integers(1, 12)).tolist() for _ in range(count)]
-    decoder = Decoder(model("llama"), make(), gamma=3, rule=rule, sampling=sampling)
-    alone = [
-        decoder.decode([prompt], 40, seed=9, row_ids=[row]).outputs[0]
-        for row, prompt in enumerate(prompts)
-    ]
-    others = [Sampling(), Sampling(0.7, top_k=20), Sampling(1.3, top_p=0.9)]
-    decoding = Decoding(decoder)
-    rows: dict[int, int] = {}
-    while len(rows) < count or not decoding.finished:
-        if len(decoding.rows) < 17 and len(rows) < count:
-            text = len(rows)
-            own = RowSettings(sampling, seed=9)
-            rows[decoding.admit([prompts[text]], 40, row_ids=[text], settings=own)[0]] = text
-            if len(decoding.rows) < 17:
-                other = RowSettings(others[text % 3], seed=text)
-                decoding.admit([[3 + text % 250] * (1 + text % 40)], 20, settings=other)
-        decoding.step()
-    differ = [text for row, text in rows.items() if decoding.outputs[row] != alone[text]]
-    print(kind, count, "texts,", len(differ), "differ")
-    assert not differ
-
-
 def test_texts_differ_by_seed_and_by_row() -> None:
     decoder = Decoder(model("llama"), small_lm(), sampling=Sampling(1.5))
     texts = {
@@ -380,24 +336,20 @@ def test_texts_differ_by_seed_and_by_row() -> None:
     assert len(texts) == 16
 
 
-@pytest.mark.parametrize("composite", [False, True])
-@pytest.mark.parametrize("positions", [pytest.param(10, marks=pytest.mark.thorough), 14])
-def test_a_small_context_of_the_drafter_does_not_tie_rows_together(
-    positions: int, composite: bool
-) -> None:
+def test_a_small_context_of_the_drafter_does_not_tie_rows_together() -> None:
     """Which part of its text a row's draft is made from does not depend on the rows beside it, also
     where they are not asked in some rounds."""
-    small: Drafter = SmallLMDrafter(tiny_model("llama", seed=7, layers=1, max_positions=positions))
-    if composite:
-        small = CompositeDrafter([NgramDrafter(1, 1), small])
-    decoder = Decoder(model("llama"), small, gamma=3, sampling=Sampling(0.7, top_k=20))
+    small: Drafter = SmallLMDrafter(tiny_model("llama", seed=7, layers=1, max_positions=14))
+    both = CompositeDrafter([NgramDrafter(1, 1), small])
+    decoder = Decoder(model("llama"), both, gamma=3, sampling=Sampling(0.7, top_k=20))
     together = decoder.decode(PROMPTS, 16)
     for row, prompt in enumerate(PROMPTS):
         assert decoder.decode([prompt], 16, row_ids=[row]).outputs == [together.outputs[row]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("size", [5, 257, 1024])
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(5, torch.float32), (257, torch.bfloat16), (1024, torch.float16)]
+)
 def test_argmax_is_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
     # Few values, so that most rows have ties. In every third row all are negative.
     logits = torch.randint(-3, 3, (2, 500, size), generator=torch.Generator().manual_seed(size))

@@ -63,8 +63,7 @@ def plain_texts(lm: Any, new: int = 32) -> list[list[int]]:
 # --- the view -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lean", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("family", "lean"), [("llama", True), ("gemma3_text", False)])
 def test_a_view_is_the_model_with_silent_sublayers(family: str, lean: bool) -> None:
     """Over empty slots, all keys and values are the view's, as in such a model."""
     lm = CachedLM(model(family, lean=lean))
@@ -143,17 +142,13 @@ def test_one_drafter_of_two_decoders_drafts_for_the_one_that_runs(name: str) -> 
         ("skip:attention=0-3,mlp=[0,1,2,3]", "skips all 4 layers"),
         ("skip:attention=2-4", "has layer 4, but the target has 4 layers; expected 0 to 3"),
         ("skip:mlp=3-1", "a range without layers"),
-        ("skip:mlp=-1", "mlp is -1; expected layer numbers"),
         ("skip:attention=one", "attention is 'one'; expected layer numbers"),
         ("skip:file=missing.json", "is not a set of sublayers.*calibrate-layers"),
         ("skip:file=missing.json,mlp=1", "either layers, or a file, or an exit"),
-        ("skip:exit=2,mlp=1", "either layers, or a file, or an exit"),
         ("skip:exit=4", "runs the first 4 layers, but the target has 4"),
-        ("skip:exit=0", "expected an exit after layer 1 to 3"),
         ("skip:exit=two", "exit is 'two'"),
         ("skip:atention=1", 'Did you mean "attention"'),
         ("swift:ratio=0", "ratio is 0"),
-        ("swift:window=0", "window is 0"),
     ],
 )
 def test_bad_sets_are_refused_before_decoding(spec: str, message: str) -> None:
@@ -189,7 +184,7 @@ QUIET = Sublayers.of("1/4", "2/4")
 COSTS = LayerCosts(1.0, 0.05, 0.08, Costs(0.01, 1, 1.0, (1, 2, 9), (1.0, 1.0, 1.1)))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_p=0.95)])
+@pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.95)])
 def test_acceptance_is_that_of_drafts(sampling: Sampling) -> None:
     """As if each block was drafted after a text that the complete target alone has read."""
     lm, depth = CachedLM(model()), 3

@@ -23,7 +23,7 @@ from decode.shapes import SHAPES, Growth, Shape
 from decode.shapes.structure import Structure
 from decode.tree_nodes import best, first_equal, pack, renumbered
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
-from tests.tiny import FAMILIES, after, moved, tiny_model
+from tests.tiny import after, moved, tiny_model
 
 GREEDY = Sampling()
 PLAIN = Sampling(1.0)
@@ -200,37 +200,25 @@ def test_a_structure_is_stored(tmp_path: Any) -> None:
         ("static", {"paths": [[0]], "widths": [1]}, "paths and widths"),
         ("static", {"paths": []}, "no nodes"),
         ("static", {"paths": 3}, "paths are 3"),
-        ("static", {"paths": [[]]}, r"the path \[\]"),
         ("static", {"paths": [[0], [-1]]}, r"the path \[-1\]"),
-        ("static", {"paths": [[0], [0.5]]}, r"the path \[0.5\]"),
         ("static", {"paths": [[0], ["a"]]}, r"the path \['a'\]"),
         ("static", {"paths": [[0], [0]]}, r"the path \[0\] twice"),
         ("static", {"paths": [[0], [1, 0]]}, r"\[1, 0\] without its parent \[1\]"),
-        ("static", {"widths": []}, r"tree widths \[\]"),
         ("static", {"widths": [2, 0]}, r"tree widths \[2, 0\]"),
-        ("static", {"widths": 2}, "tree widths 2"),
         ("static", {"widths": [2], "draw": "best"}, "draw is 'best'; expected one of top, dis"),
         ("chains", {"chains": 0}, "chains is 0"),
         ("chains", {"chains": 2, "budget": 0}, "budget is 0"),
-        ("chains", {"chains": True}, "chains is True"),
         ("dynamic", {"width": 0}, "width is 0"),
-        ("dynamic", {"nodes": 0}, "nodes is 0"),
         ("dynamic", {"nodes": 2.5}, "nodes is 2.5"),
         ("calibrated", {"table": [0.5, 0.2], "nodes": 3}, r"shape \[2\]; expected \[D, K\]"),
-        ("calibrated", {"table": [[0.5], [0.2, 0.1]], "nodes": 3}, r"shape \[0\]"),
         ("calibrated", {"table": [[0.5, 0.6]], "nodes": 3}, "sum to at most 1"),
         ("calibrated", {"table": [[0.5, float("nan")]], "nodes": 3}, "probabilities"),
         ("calibrated", {"table": [[0.0, 0.0], [0.5, 0.5]], "nodes": 3}, "is 0 for all first"),
-        ("calibrated", {"table": [[0.5]], "nodes": 0}, "nodes is 0"),
         ("sequoia", {"acceptance": []}, r"acceptance by child is \[\]"),
         ("sequoia", {"acceptance": [0.7, 0.7]}, "sum to at most 1"),
-        ("sequoia", {"acceptance": [[0.7]]}, "expected a list of probabilities"),
-        ("sequoia", {"acceptance": [0.7], "nodes": 0}, "nodes is 0"),
         ("sequoia", {"acceptance": [0.7], "depth": 0}, "depth is 0"),
         ("sequoia", {"acceptance": [0.7], "draft_cost": -1.0}, "draft_cost is -1"),
-        ("sequoia", {"acceptance": [0.7], "draft_fixed": -1.0}, "draft_fixed is -1"),
         ("sequoia", {"acceptance": [0.7], "verify_costs": [[1, 1], [1, 2]]}, "widths ascending"),
-        ("sequoia", {"acceptance": [0.7], "verify_costs": [1.0, 2.0]}, "expected pairs"),
     ],
 )
 def test_bad_options_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -338,10 +326,10 @@ def drawn(name: str) -> Shape:
     return shape(name.split()[0], **DRAWN[name])
 
 
-@pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7, top_k=5, top_p=0.9)])
 @pytest.mark.parametrize("name", DRAWN)
-def test_q_is_that_of_the_path(name: str, sampling: Sampling) -> None:
+def test_q_is_that_of_the_path(name: str) -> None:
     """Each node's row of q is what the drafter says after the path above it."""
+    sampling = Sampling(0.7, top_k=5, top_p=0.9)
     table = random_table(9)
     draft = grow(drawn(name), table, DEPTHS, sampling=sampling)
     assert draft.q is not None
@@ -380,13 +368,12 @@ def test_children_that_q_has_no_token_for(draw: str) -> None:
 # --- a drafter's draft does not depend on the rows beside it --------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [*DRAWN, "dynamic"])
-def test_rows_do_not_depend_on_each_other(name: str, temperature: float) -> None:
+def test_rows_do_not_depend_on_each_other(name: str) -> None:
     def which() -> Shape:
         return shape(name) if name == "dynamic" else drawn(name)
 
-    sampling = Sampling(temperature, top_k=4 if temperature else 0)
+    sampling = GREEDY if name == "dynamic" else Sampling(1.0, top_k=4)
     together = grow(which(), random_table(9), DEPTHS, sampling=sampling)
     for row, depth in enumerate(DEPTHS):
         if not depth:
@@ -426,8 +413,8 @@ class Checking(Shape):
 
         def checked_extend(tokens: Tensor, parents: Tensor | None = None) -> Tensor:
             logits = extend(tokens, parents)
-            assert growth.ancestors is not None
-            self._check(growth, limits, sampling, logits, growth.ancestors[:, -tokens.shape[1] :])
+            seen = growth.on_path(tokens.shape[1])
+            self._check(growth, limits, sampling, logits, seen)
             return logits
 
         checked.first, checked.extend = checked_first, checked_extend
@@ -469,14 +456,17 @@ TEXTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 @pytest.mark.parametrize(
     ("family", "name", "penalty"),
     [
-        *(("llama", name, (1.0, 1.3)[i % 2]) for i, name in enumerate(NAMES)),
-        *((family, NAMES[i % len(NAMES)], (1.3, 1.0)[i % 2]) for i, family in enumerate(FAMILIES)),
+        ("llama", "chain", 1.0),
+        ("gpt2", "static", 1.3),
+        ("llama", "chains", 1.3),
+        ("gemma", "dynamic", 1.0),
+        ("llama", "sequoia", 1.0),
     ],
 )
 def test_logits_are_those_of_each_path(family: str, name: str, penalty: float) -> None:
     """In the loop, after whatever was accepted or rejected, in rows of different lengths."""
-    temperature = 1.0 if name in ("chains", "sequoia") else 0.0
-    checking = Checking(shape(name))
+    temperature = 1.0 if name in ("chain", "chains", "sequoia") else 0.0
+    checking = Checking(SHAPES["chain"]() if name == "chain" else shape(name))
     drafter = SmallLMDrafter(model(family, seed=3), shape=checking)
     sampling = Sampling(temperature, repetition_penalty=penalty)
     # It accepts often what it drafts itself, with a little noise.
@@ -486,7 +476,7 @@ def test_logits_are_those_of_each_path(family: str, name: str, penalty: float) -
     assert (run.counts.by_accepted > 0).sum() >= 2
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["dynamic", "sequoia"])
 def test_trees_over_a_reduced_vocabulary(name: str) -> None:
     lm = tiny_model("llama", layers=1, seed=7)
     ids = torch.arange(4, 300, 3)
@@ -517,11 +507,9 @@ def test_a_row_that_was_left_out_catches_up() -> None:
     assert checking.checked > 50
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_trees_up_to_the_end_of_the_context(name: str) -> None:
+def test_trees_up_to_the_end_of_the_context() -> None:
     """Nodes take slots but no room in the text: only depth counts, for each row by itself."""
-    every: dict[str, Any] = {"dynamic": {"nodes": 50}, "chains": {"budget": None}}
-    checking = Checking(shape(name, **every.get(name, {})))
+    checking = Checking(shape("dynamic", nodes=50))
     drafter = SmallLMDrafter(
         tiny_model("mistral", layers=1, seed=7, max_positions=12), shape=checking
     )
@@ -558,31 +546,3 @@ def again(draft: Draft, rng: CounterRNG, rows: Tensor) -> Tensor:
                 weights[every[gone], drawn[gone, elder]] = 0.0
         tokens[:, node] = draw(weights, uniforms[:, node])
     return tokens
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(PLAIN, marks=pytest.mark.thorough), Sampling(0.7, top_k=20, top_p=0.9)],
-)
-@pytest.mark.parametrize("name", ["static", "static without replacement", "chains"])
-def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
-    drafter = SmallLMDrafter(model("llama", layers=1, seed=7), shape=drawn(name))
-    rows = 3000
-    random = np.random.default_rng(0)
-    contexts = contexts_of(random.integers(3, 300, (rows, 4)).tolist(), room=16)
-    drafter.start(contexts)
-    rng = noise_for(rows)
-    wrong = total = 0
-    for _ in range(2):
-        rng.at_lengths(contexts.lengths)
-        with torch.inference_mode():
-            draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, rng)
-        # Where q had too few tokens, nodes were left out and the others' numbers moved.
-        full = torch.as_tensor(np.flatnonzero(draft.sizes == 7))
-        wrong += int((again(draft, rng, full) != draft.tokens[full]).sum())
-        total += 7 * len(full)
-        append(contexts, [[token] for token in random.integers(3, 300, rows).tolist()])
-        drafter.observe(after(contexts))
-    assert wrong == 0
-    assert total >= 30_000

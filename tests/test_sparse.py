@@ -20,7 +20,7 @@ from decode.model.forward.prepare_model import prepare
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from draftsmith.edge.remote_target import RemoteLM
-from tests.tiny import finish, forbid_packing, near_drafter, tiny_model, tiny_target
+from tests.tiny import finish, forbid_packing, tiny_model, tiny_target
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14, 200, 3] * 6]
 # Chosen anew every 6 tokens: 2 sinks, 4 to 6 recent tokens and two chunks of 3.
@@ -185,15 +185,13 @@ def test_more_of_the_text_is_accepted_more() -> None:
     assert rates[0] < rates[1] < rates[2] == 1
 
 
-@pytest.mark.parametrize("inner", ["ngram", pytest.param("model", marks=pytest.mark.thorough)])
-def test_in_a_cascade_it_drafts_what_it_drafts_alone(inner: str) -> None:
+def test_in_a_cascade_it_drafts_what_it_drafts_alone() -> None:
     """TriForce: a smaller drafter, the target over a part of its cache, the target."""
     lm = tiny_model("llama")
     for sampling, rule in ((Sampling(), None), (Sampling(0.7), "coupled")):
         options: dict[str, Any] = {"sampling": sampling, "rule": rule, "gamma": 5}
         alone = run(lm, sparse(), **options)
-        small = NgramDrafter(1, 3) if inner == "ngram" else near_drafter()
-        both = run(lm, VerticalCascade(sparse(), small, gamma=3), **options)
+        both = run(lm, VerticalCascade(sparse(), NgramDrafter(1, 3), gamma=3), **options)
         assert both.outputs == alone.outputs
         assert 0.1 < both.counts.acceptance_rate < 1
         assert [step.accepted.tolist() for step in both.steps] == [

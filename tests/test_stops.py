@@ -68,7 +68,7 @@ def stops_of(prompt: tuple[int, ...]) -> list[str]:
     return [a[-1] + b[: (len(b) + 1) // 2] for a, b in itertools.pairwise(pieces)]
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "same"])
+@pytest.mark.parametrize("name", ["none", "same"])
 def test_texts_end_where_generate_ends_them(name: str) -> None:
     """Blocks are 8 long here, so these texts end at each place in one."""
     ends = set()
@@ -117,7 +117,7 @@ def blocks_of(text: str, size: int) -> list[list[int]]:
     return [ids[i : i + size] for i in range(0, len(ids), size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize(
     ("text", "stop"),
     [
@@ -161,7 +161,7 @@ def test_empty_strings_are_refused(strings: Any) -> None:
 # --- pieces of text -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 def test_pieces_add_up_and_split_no_character(size: int) -> None:
     text = "Ein Fuchs 🦊 springt; 你好，世界 — naïve\n\n  end 🏳️‍🌈"
     stream = TextStream(tokenizer(), skip_special_tokens=True)
@@ -209,7 +209,7 @@ def spelt(text: str) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 def test_a_text_of_bytes_is_the_same_for_any_number_of_tokens(size: int) -> None:
     """Cut at every place: complete characters stay, and the rest is one character."""
     text = " a中é🦙ü 語a𠮷"

@@ -21,7 +21,6 @@ from decode.model.without_weights import load_shapes
 from draftsmith.export.formats.heads_gguf import rotation_slowdowns
 from tests.tiny import (
     EOS_ID,
-    FAMILIES,
     VOCAB,
     finish_gguf,
     gguf_writer,
@@ -149,7 +148,7 @@ def test_broken_weights_are_named_by_layer(copy: Path) -> None:
         load_model_and_tokenizer(str(copy))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_directory_loads_as_it_was_saved(family: str, tmp_path: Path) -> None:
     save_tiny(tmp_path, family, tie=False)
     target = load_target(str(tmp_path), dtype="float32", device="cpu")
@@ -496,24 +495,6 @@ def test_smollm2_loads() -> None:
 
 
 @pytest.mark.real
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain text, it's n't .",
-        "  two  leading, trailing  ",
-        "tabs\tand\r\n\n\nlines\n",
-        "digits 1234567890 3.14 1,000",
-        "naïve café 日本語 ١٢٣ 👩‍👩‍👧 e\u0301",
-        "<|im_start|>user\nhi<|im_end|>\n",
-        "",
-    ],
-)
-def test_smollm2_tokenizer_round_trips(text: str) -> None:
-    tokenizer = real_target().tokenizer
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-
-
-@pytest.mark.real
 def test_smollm2_tokenizer_knows_its_tokens() -> None:
     target = real_target()
     tokenizer = target.tokenizer
@@ -537,33 +518,6 @@ def test_smollm2_renders_chats() -> None:
     )
     without_system = tokenizer.apply_chat_template(turns[1:2], tokenize=False)
     assert without_system.startswith("<|im_start|>system\nYou are a helpful AI assistant named Sm")
-
-
-@pytest.mark.real
-def test_smollm2_answers() -> None:
-    target = real_target()
-    prompt = target.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
-    found = target.model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    answer = found[0, prompt["input_ids"].shape[1] :]
-    assert "Paris" in target.tokenizer.decode(answer)
-    assert answer[-1] == 2
-
-
-@pytest.mark.real
-def test_smollm2_survives_saving(tmp_path: Path) -> None:
-    target = real_target()
-    target.model.save_pretrained(tmp_path)
-    target.tokenizer.save_pretrained(tmp_path)
-    again = load_target(str(tmp_path), dtype="float32", device="cpu")
-    assert again.fingerprint == target.fingerprint
-    assert again.eos_token_ids == target.eos_token_ids
-    ids = target.tokenizer("It was 12 o'clock", return_tensors="pt").input_ids
-    assert torch.equal(again.model(ids).logits, target.model(ids).logits)
 
 
 def test_ids_without_embedding_are_not_used(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
