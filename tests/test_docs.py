@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from decode.rules import RULES
+from draftsmith.export.formats.readers import READERS, up_to
 from tests.controls import CONTROLS, enumerated, learning_controls
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +104,15 @@ def test_every_figure_stands_with_its_command_machine_and_date() -> None:
                 if not stated.search(opening + section)
             ]
     assert not missing
+
+
+def test_pages_leave_the_last_release_that_reads_a_layout_to_the_table() -> None:
+    limits = {up_to(layout, engine) for layout in READERS for engine in READERS[layout]} - {""}
+    assert limits
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        if page.name != "readers.md":
+            said = " ".join(page.read_text("utf-8").split())
+            assert not [limit for limit in limits if limit.strip() in said], page
 
 
 def test_every_finding_says_what_it_shows_and_is_in_the_table() -> None:

@@ -83,7 +83,7 @@ def target(spare: Target) -> Target:
 
 # Options of heads, a format, and why it cannot hold them.
 UNHELD: list[tuple[dict[str, Any], str, str]] = [
-    (MEDUSA, "gguf", r"llama\.cpp has no Medusa heads, and vLLM none since 0\.33; train EAGLE-3"),
+    (MEDUSA, "gguf", r"llama\.cpp has no Medusa heads; vLLM has them up to 0\.32, TGI too"),
     (MEDUSA, "llama-server", r"llama\.cpp has no Medusa heads"),
     (MEDUSA, "sglang", "sglang cannot hold a medusa drafter; use --format medusa"),
     (EAGLE1, "gguf", r"llama\.cpp has no EAGLE-1; serve it with vLLM"),

@@ -1,6 +1,7 @@
 """Runs stored inputs that once failed, and says of each whether it is right now.
 
-`python -m tools.cases FOLDER [NAME …]`. FOLDER has one folder a case, each with a README.md:
+`python -m tools.cases FOLDER [NAME …]` runs all, or those that have a NAME in what the table shows
+of them, such as training or decoding/10. FOLDER has one folder a case, each with a README.md:
 - `training/NAME`: the README has the command to try, in backquotes after "Try".
 - `decoding/cases/NAME`: `case.py`, `run.sh` or `request.txt`, run beside `scripts` and `models`.
 - any other `KIND/NAME`: `case.py` or `run.sh`, run in the case's folder.
@@ -126,12 +127,13 @@ def main(folder: str, names: Sequence[str]) -> int:
         project.mkdir()
         subprocess.run(["chmod", "-R", "u+w", place], check=True)
         for case in all_cases(cases):
-            if names and not any(name in case.name for name in names):
+            listed = f"{case.relative_to(cases).parts[0]}/{case.name}"
+            if names and not any(name in listed for name in names):
                 continue
             verdict, reasons, output = judged(case, project)
             verdicts[verdict] += 1
             said = f"{verdict}: {'; '.join(reasons)}" if reasons else verdict
-            print(f"{case.relative_to(cases).parts[0] + '/' + case.name:50} {said}", flush=True)
+            print(f"{listed:50} {said}", flush=True)
             if reasons:
                 print(f"    wanted: {wanted(case)}")
                 print("    " + output.strip()[-SHOWN:].replace("\n", "\n    "), flush=True)

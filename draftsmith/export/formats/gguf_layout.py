@@ -27,6 +27,7 @@ from draftsmith.export.file_schema import (
     tensor_problems,
 )
 from draftsmith.export.formats import ExportJob, Format, export_facts
+from draftsmith.export.formats.readers import up_to
 from draftsmith.export.formats.tensor_table import TensorRow, layer_rows
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class GGUFLayout(Format):
     """
 
     instead = {
-        "medusa": "llama.cpp has no Medusa heads, and vLLM none since 0.33; train EAGLE-3 heads",
+        "medusa": f"llama.cpp has no Medusa heads; vLLM has them{up_to('medusa', 'vllm')}, TGI "
+        "too; train EAGLE-3 heads for it",
         "eagle1": "llama.cpp has no EAGLE-1; serve it with vLLM",
     }
     needs_target = True

@@ -1,4 +1,4 @@
-"""Medusa's heads for TGI and vLLM up to 0.32, in the layout of the Medusa paper's code.
+"""Medusa's heads for TGI and older releases of vLLM, in the layout of the Medusa paper's code.
 
 K heads of L residual blocks on hidden states of size H, V tokens. `medusa_lm_head.safetensors`
 has for head i, block j: `{i}.{j}.linear.weight` [H, H] and `.bias` [H], and the head's output layer
