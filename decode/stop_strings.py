@@ -93,13 +93,23 @@ class StopStrings(Stop):
     def leave(self, row: int) -> None:
         self._texts.pop(row, None)
 
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether a text of these tokens, which may have no row any more, has one of the
+        strings."""
+        return self._cut(self._new_texts(), tokens) is not None
+
     def cut(self, row: int, tokens: list[int]) -> int | None:
         if row not in self._texts:
-            self._texts[row] = [
-                AnswerText(self._tokenizer, strings, skip_special_tokens=skip)
-                for skip, strings in self._searched
-            ]
-        texts = self._texts[row]
+            self._texts[row] = self._new_texts()
+        return self._cut(self._texts[row], tokens)
+
+    def _new_texts(self) -> list[AnswerText]:
+        return [
+            AnswerText(self._tokenizer, strings, skip_special_tokens=skip)
+            for skip, strings in self._searched
+        ]
+
+    def _cut(self, texts: list[AnswerText], tokens: Sequence[int]) -> int | None:
         for count, token in enumerate(tokens, 1):
             for text in texts:
                 text.add([token], ended=False)

@@ -146,8 +146,8 @@ def one_seed() -> Iterator[None]:
     """Every request is drawn with the same random numbers."""
     of_request = DecodeRequest.settings
 
-    def settings(self: DecodeRequest, seed: int, *rest: Any, **named: Any) -> RowSettings:
-        return of_request(self, 0, *rest, **named)
+    def settings(self: DecodeRequest, *arguments: Any) -> RowSettings:
+        return replace(of_request(self, *arguments), seed=0)
 
     with mock.patch.object(DecodeRequest, "settings", settings):
         yield

@@ -86,6 +86,7 @@ class Service:
             self.batcher.bounds.capacity,
             self.settings.learner is not None,
             decoder.vocab_size,
+            decoder.sampling,
         )
         self.memory = BodyMemory(self.limits)
         self.reader = BodyReader(self.tokenizer, limits, decoder.eos.tolist())
@@ -233,7 +234,7 @@ class Service:
             self.settings.fingerprint,
             read,
             running.choices,
-            self.settings.lossy_for(read.asked.sampling(self.batcher.decoder.sampling)),
+            self.settings.lossy_for(read.sampling),
         )
         return await running.answer(request, answer)
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -90,7 +90,7 @@ class Running:
         self._request = DecodeRequest(
             self.choices,
             read.new_tokens,
-            replace(asked.sampling(batcher.decoder.sampling), grammar=read.grammar),
+            read.sampling,
             deliver,
             asked.stops,
             asked.ignore_eos,

@@ -62,6 +62,11 @@ class SlotMemory:
         tensor, index = self._index[layer]
         return self._tensors[tensor][index]
 
+    def of_rows(self, rows: slice) -> dict[int, Tensor]:
+        """By layer, the keys or values of these rows, [B, H, C, D]."""
+        every = [x[:, rows] for x in self._tensors]
+        return {layer: every[tensor][index] for layer, (tensor, index) in self._index.items()}
+
     def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
         for x in self._tensors:
             rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))

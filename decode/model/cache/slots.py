@@ -69,8 +69,8 @@ class _Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, C, D], written in place. addresses: of both. strides: of
-    each."""
+    """Keys and values of one layer, [B, H, C, D], written in place. rows: those that are fed.
+    addresses: of both. strides: of each."""
 
     is_sliding = False
 
@@ -79,7 +79,7 @@ class SlotLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
-        self._rows = slice(0, 0)
+        self.rows = slice(0, 0)
 
     @property
     def real(self) -> RealTokens | None:
@@ -90,17 +90,14 @@ class SlotLayer(CacheLayerMixin):
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
             store.make(self.number, states)
         self.is_initialized = True
-        self.look_up(self._rows, self.capacity)
+        keys, values = (store.of(self.number)[self.rows] for store in self.stores)
+        self.use(keys, values)
 
-    def look_up(self, rows: slice, capacity: int) -> None:
-        """Get the keys and values of these rows from the stores. Call it again after the stores
-        change."""
-        self._rows, self.capacity = rows, capacity
-        if self.is_initialized:
-            keys, values = self.stores
-            self.keys, self.values = keys.of(self.number)[rows], values.of(self.number)[rows]
-            self.addresses = self.keys.data_ptr(), self.values.data_ptr()
-            self.strides = self.keys.stride()
+    def use(self, keys: Tensor, values: Tensor) -> None:
+        """Have the keys and values of these rows. Call it again after the stores change."""
+        self.keys, self.values = keys, values
+        self.addresses = self.keys.data_ptr(), self.values.data_ptr()
+        self.strides = self.keys.stride()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -392,8 +389,11 @@ class Slots(FedRows):
         capacity = self.allocated[1]
         if len(self._past) != 2 * capacity:
             self._past = torch.arange(2 * capacity, device=self.device) < capacity
+        keys, values = (store.of_rows(self._fed) for store in self._stores)
         for layer in (*self.layers, *self._states):
-            layer.look_up(self._fed, self.allocated[1])
+            layer.rows, layer.capacity = self._fed, capacity
+            if layer.is_initialized:
+                layer.use(keys[layer.number], values[layer.number])
 
 
 def round_up_slots(count: int, step: int) -> int:

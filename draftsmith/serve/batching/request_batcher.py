@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -116,10 +115,10 @@ class RequestBatcher(Batcher[AnswerChoice]):
         lm = self.decoder.lm
         prompts = [choice.prompt for choice in request.choices]
         require_prompts(prompts, lm.max_positions, self.decoder.vocab_size)
-        settings = request.settings(0, draft_temperature=self._draft_temperature)
+        settings = request.settings(request.choices[0], self._draft_temperature)
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
-        if request.stop:
-            StopStrings(self._tokenizer, request.stop)
+        if request.stops:
+            request.stop = StopStrings(self._tokenizer, request.stops)
         tokens = sum(len(prompt) for prompt in each_once(prompts))
         with self._changed:
             self.require_room(len(prompts), tokens)
@@ -242,10 +241,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _seat(self, texts: list[AnswerChoice]) -> None:
         """Give rows to texts of one request that wait. They have the same prompt."""
         now, first, request = time.monotonic(), texts[0], texts[0].request
-        stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
-        settings = request.settings(first.seed, stop, self._draft_temperature)
-        # Tokens that it has got already are a part of the prompt now.
-        settings = replace(settings, answered=len(first.tokens))
+        settings = request.settings(first, self._draft_temperature)
         left = request.max_new_tokens - len(first.tokens)
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.text, left, samples, settings):
@@ -353,7 +349,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _end(self, choice: AnswerChoice) -> None:
         """A text has ended, and its row is free."""
         decoder = self.decoder
-        choice.end(decoder.lm.max_positions, decoder.eos, self._tokenizer)
+        choice.end(decoder.lm.max_positions, decoder.eos)
         assert choice.reason is not None
         self._leave(choice)
         self._speed.ended(len(choice.tokens))

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from transformers import PreTrainedTokenizerBase
-
 from decode.base.errors import MemoryShortage, UserError
 from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
@@ -77,9 +75,7 @@ class AnswerChoice:
         """The prompt with the tokens so far."""
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
-    def end(
-        self, max_positions: int, eos: Collection[int], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def end(self, max_positions: int, eos: Collection[int]) -> None:
         """Say why the text has ended. max_positions: the max positions of the target. eos: its
         ids."""
         request, last = self.request, self.tokens[-1]
@@ -88,8 +84,8 @@ class AnswerChoice:
         stopped = stopped or (not request.ignore_eos and last in eos)
         stopped = stopped or last in request.sampling.stop_token_ids
         # The last token that a text may have can also be the end of a stop string.
-        if not stopped and request.stop:
-            stopped = StopStrings(tokenizer, request.stop).cut(0, self.tokens) is not None
+        if not stopped and request.stop is not None:
+            stopped = request.stop.ends(self.tokens)
         self.reason = "stop" if stopped else "length"
 
 
@@ -114,8 +110,8 @@ Event = NewTokens | Refusal
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """Texts that are asked for together. max_new_tokens: the most new tokens of each. stop: strings
-    that end a text.
+    """Texts that are asked for together. max_new_tokens: the most new tokens of each. stops:
+    strings that end a text, which `RequestBatcher.submit` makes `stop` of.
     logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
     decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
     store: its sender allows that the service learns from it. begun: when the last of its texts got
@@ -125,7 +121,7 @@ class DecodeRequest:
     max_new_tokens: int
     sampling: Sampling
     deliver: Callable[[Event], None]
-    stop: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     trace: bool = False
@@ -134,20 +130,27 @@ class DecodeRequest:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: float | None = None
+    stop: StopStrings | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         for choice in self.choices:
             choice.request = self
 
-    def settings(
-        self, seed: int, stop: StopStrings | None = None, draft_temperature: float | None = None
-    ) -> RowSettings:
-        """Of the rows of one prompt. draft_temperature: None: as the text's."""
+    def settings(self, choice: AnswerChoice, draft_temperature: float | None) -> RowSettings:
+        """Of a text's row. draft_temperature: None: as the text's."""
         drafts = None
         if draft_temperature is not None:
             drafts = replace(self.sampling, temperature=draft_temperature)
+        # Tokens that it has got already are a part of the prompt now.
         return RowSettings(
-            self.sampling, seed, stop, self.ignore_eos, self.logprobs, drafts, self.label
+            self.sampling,
+            choice.seed,
+            self.stop,
+            self.ignore_eos,
+            self.logprobs,
+            drafts,
+            self.label,
+            len(choice.tokens),
         )
 
 

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
     class Drawn(RequestPart):
         temperature: float | None
         top_p: float | None
+        min_tokens: int | None
 
 else:
     Drawn = create_model("Drawn", __base__=RequestPart, **{x: _drawn(x) for x in _DRAWN})
@@ -171,9 +172,9 @@ class Asked(Drawn):
         if asked and self.ignore_eos:
             message = "ignore_eos is true beside a forced format, which ends its text; leave it out"
             raise ApiError(400, message, param="ignore_eos", code="invalid_value")
-        if asked and (least := self.sampling(Sampling()).min_tokens):
-            message = f"min_tokens is {least} beside a forced format, which ends its text; leave it"
-            raise ApiError(400, f"{message} out", param="min_tokens", code="invalid_value")
+        if asked and self.min_tokens:
+            said = f"min_tokens is {self.min_tokens} beside a forced format, which ends its text"
+            raise ApiError(400, f"{said}; leave it out", param="min_tokens", code="invalid_value")
         return self
 
     def _grammars(self) -> list[AskedGrammar]:
@@ -289,7 +290,7 @@ class Tooled(Asked):
         if not names or (isinstance(choice, tuple) and choice[0] not in names):
             said = choice[0] if isinstance(choice, tuple) else choice
             return f"tool_choice asks for {shown(said)}, but tools has {', '.join(names) or 'none'}"
-        if self.grammar or self.ignore_eos or self.sampling(Sampling()).min_tokens:
+        if self.grammar or self.ignore_eos or self.min_tokens:
             return (
                 "tool_choice forces a call, which is a format of its own and ends the text; leave "
                 "other formats, ignore_eos and min_tokens out"

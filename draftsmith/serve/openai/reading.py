@@ -31,7 +31,7 @@ class RequestLimits:
     its text.
     max_tokens: the most tokens of one text; None: what the context holds. texts: the texts of one
     request. learns: the service learns from requests with `store`. vocabulary: tokens of the
-    target."""
+    target. sampling: how text is drawn, where a request does not say it."""
 
     names: Sequence[str]
     context: int
@@ -39,6 +39,7 @@ class RequestLimits:
     texts: int
     learns: bool
     vocabulary: int
+    sampling: Sampling
 
     def require_model(self, name: str) -> None:
         if name not in self.names:
@@ -51,15 +52,20 @@ class RequestLimits:
         if asked.store and asked.keeps_store and not self.learns:
             message = "store is true, but this service does not learn (--learn); leave it out"
             raise ApiError(400, message, param="store", code="unsupported_parameter")
-        try:
-            asked.sampling(Sampling()).require_vocabulary(self.vocabulary)
-        except UserError as error:
-            raise refused(error, str(error).partition(" ")[0]) from None
         texts = prompts * asked.texts
         if not 1 <= texts <= self.texts:
             message = f"the request asks for {texts} texts; expected 1 to {self.texts}"
             several = "n" if asked.kept == asked.texts else "best_of"
             raise ApiError(400, message, param=asked.asks if asked.texts == 1 else several)
+
+    def sampling_of(self, asked: Asked) -> Sampling:
+        """How the texts of a request are drawn. Raises ApiError for ids outside the vocabulary."""
+        sampling = asked.sampling(self.sampling)
+        try:
+            sampling.require_vocabulary(self.vocabulary)
+        except UserError as error:
+            raise refused(error, str(error).partition(" ")[0]) from None
+        return sampling
 
     def new_tokens(self, asked: Asked, longest: int) -> int:
         """How many tokens a text may have. longest: tokens of a prompt."""
@@ -68,7 +74,7 @@ class RequestLimits:
             raise self.too_long(asked.asks, f"it has {longest} tokens")
         name, limit = asked.limit
         most = room if self.max_tokens is None else min(room, self.max_tokens)
-        if (least := asked.sampling(Sampling()).min_tokens) > (limit or most):
+        if (least := asked.min_tokens or 0) > (limit or most):
             message = f"min_tokens is {least}; expected at most {limit or most}, the longest text"
             raise ApiError(400, message, param="min_tokens", code="invalid_value")
         if limit is None:
@@ -97,15 +103,14 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class Read:
-    """A request that can be answered: its prompts as token ids, how many tokens a text may have,
-    what reads the calls of its answers, if it has tools, and the grammar of the texts, if it asks
-    for one."""
+    """A request that can be answered: its prompts as token ids, how its texts are drawn, how many
+    tokens a text may have, and what reads the calls of its answers, if it has tools."""
 
     asked: Asked
     prompts: list[list[int]]
+    sampling: Sampling
     new_tokens: int
     calls: Calls | None = None
-    grammar: Grammar | None = None
 
 
 class BodyReader:
@@ -136,7 +141,8 @@ class BodyReader:
         form = read.asked.grammar if read.calls is None else read.calls.forced or read.asked.grammar
         if form is None:
             return read
-        return replace(read, grammar=await self._beside(lambda: self._compiled(form)))
+        grammar = await self._beside(lambda: self._compiled(form))
+        return replace(read, sampling=replace(read.sampling, grammar=grammar))
 
     async def _beside(self, call: Callable[[], T]) -> T:
         """The result of a call in a thread, one at a time."""
@@ -161,6 +167,7 @@ class BodyReader:
     def _read(self, contract: Contract, body: bytes, tokenizer: PreTrainedTokenizerBase) -> Read:
         asked: Asked = parse(contract, body)
         prompts = asked.prompts()
+        sampling = self.limits.sampling_of(asked)
         self.limits.require(asked, len(prompts))
         for prompt in prompts:
             self._require_short(prompt, asked)
@@ -169,7 +176,8 @@ class BodyReader:
             ids = [prompt_ids(prompt, tokenizer, **asked.template) for prompt in prompts]
         except UserError as error:
             raise refused(error, asked.asks) from None
-        return Read(asked, ids, self.limits.new_tokens(asked, max(map(len, ids))), calls)
+        new_tokens = self.limits.new_tokens(asked, max(map(len, ids)))
+        return Read(asked, ids, sampling, new_tokens, calls)
 
     def _calls(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Calls | None:
         """Reads the calls of an answer, if it may have some."""
