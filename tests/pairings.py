@@ -27,9 +27,6 @@ ELSEWHERE = {
     "test_encoder_decoder_students.py::test_sampled_texts_have_the_targets_distribution": (
         "targets and drafters with an encoder"
     ),
-    "test_heads_contract.py::test_drafters_that_see_a_window_keep_the_distribution": (
-        "heads that see a window of the text"
-    ),
     "test_heads_contract.py::test_a_stop_by_the_confidence_head_keeps_the_distribution": (
         "drafts that a confidence head ends"
     ),
@@ -39,9 +36,6 @@ ELSEWHERE = {
     "test_online_heads.py"
     "::test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution": (
         "heads that learn after every pass"
-    ),
-    "test_recurrent.py::test_sampled_texts_have_the_targets_distribution": (
-        "targets with linear attention"
     ),
 }
 

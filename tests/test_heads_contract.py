@@ -27,7 +27,6 @@ from heads.heads_directory import save_heads
 from heads.kinds import HEADS
 from tests.contract import (
     HEAD_OPTIONS,
-    WINDOW,
     check_greedy_texts_survive_everything,
     check_law,
     check_rows_are_their_own,
@@ -37,7 +36,7 @@ from tests.contract import (
     options_for_tokens,
     static,
 )
-from tests.lossless import LONGER, decode_runs, through_transformers
+from tests.lossless import LONGER, decode_runs
 from tests.stages import (
     LOOP,
     drafter_weights,
@@ -145,31 +144,6 @@ def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
     else:
         drafter = heads_drafter(kind, shape)
     check_law(drafter, rule, LONGER)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rule", "draw"),
-    [("eagle1", "traversal", "distinct")],
-)
-def test_ragged_texts_through_transformers(kind: str, rule: str, draw: Any) -> None:
-    """The hidden states that the heads read come from the other forward."""
-    case = through_transformers(LONGER)
-    check_law(heads_drafter(kind, static(draw), case), rule, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "rule", "draw"),
-    [
-        ("dflash", "speculative", None),
-        pytest.param("kangaroo", "multi_round", "distinct", marks=pytest.mark.thorough),
-    ],
-)
-def test_drafters_that_see_a_window_keep_the_distribution(kind: str, rule: str, draw: Any) -> None:
-    """Prompts on both sides of the window, so rows also read different slots."""
-    shape = None if draw is None else static(draw)
-    check_law(heads_drafter(kind, shape).with_window(WINDOW), rule, LONGER)
 
 
 @pytest.mark.slow

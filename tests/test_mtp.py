@@ -21,7 +21,6 @@ from heads.mtp_heads import MtpHeads
 from heads.options import MtpOptions
 from tests.contract import (
     check_greedy_texts_survive_everything,
-    check_law,
     check_rows_are_their_own,
 )
 from tests.lossless import LONGER
@@ -158,11 +157,6 @@ def test_a_layer_for_each_token() -> None:
 
 def test_a_layer_for_each_token_predicts_as_in_training() -> None:
     check_drafts_are_trained(layered().heads, LONGER.model(0.0))
-
-
-@pytest.mark.slow
-def test_a_layer_for_each_token_keeps_the_distribution() -> None:
-    check_law(layered(), "block", LONGER)
 
 
 def test_trees_of_several_layers_are_refused() -> None:

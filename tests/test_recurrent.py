@@ -27,10 +27,9 @@ from decode.model.cache.requirements import require_trees
 from decode.model.kinds import recurrent_states
 from decode.model.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.model.memory import slot_bytes
-from decode.rules import RULES
 from decode.shapes.static import Static
 from tests.contract import heads_drafter
-from tests.lossless import LONGER, Case, decode_runs
+from tests.lossless import LONGER
 from tests.tiny import finish, generated, is_matrix, moved, tiny_model
 
 LAYERS: dict[str, Any] = {
@@ -209,17 +208,6 @@ def few_tokens(family: str) -> Callable[[float], Any]:
         return moved(lm, apart, seed=2, which=is_matrix)
 
     return make
-
-
-def test_sampled_texts_have_the_targets_distribution() -> None:
-    """Chains of a small model with running states, in ragged batches."""
-    case: Case = replace(LONGER, model=few_tokens("lfm2"))
-    drafter = SmallLMDrafter(case.model(0.2))
-    fitted, runs = decode_runs(drafter, RULES["speculative"](), rows=6_000, case=case)
-    assert fitted.passes, fitted
-    assert fitted.df > 60
-    counts = runs[0].counts
-    assert 0.1 < counts.accepted.sum() / counts.drafted.sum() < 0.95
 
 
 @torch.no_grad()
