@@ -74,7 +74,7 @@ class Running:
 
         self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
         shown = frozenset[int]() if read.calls is None else read.calls.shown
-        ruled = read.grammar is not None
+        ruled = read.sampling.grammar is not None
         self._texts = [
             AnswerText(tokenizer, asked.stops, shown=shown, keep_blank=ruled) for _ in self.choices
         ]
