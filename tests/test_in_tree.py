@@ -60,13 +60,13 @@ class Checked(InTreeDrafter):
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each row in each pass of the target."""
     widths: list[int] = []
-    run = CachedLM.run
+    forward = CachedLM.forward
 
-    def counted(self: CachedLM, ids: Any, *others: Any) -> Any:
+    def counted(self: CachedLM, ids: Any, *others: Any, **more: Any) -> Any:
         widths.append(ids.shape[1])
-        return run(self, ids, *others)
+        return forward(self, ids, *others, **more)
 
-    monkeypatch.setattr(CachedLM, "run", counted)
+    monkeypatch.setattr(CachedLM, "forward", counted)
     return widths
 
 
