@@ -15,8 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx2
 import pytest
+from starlette.requests import ClientDisconnect
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
@@ -27,6 +29,7 @@ from draftsmith.learn.record.records import DAY, Records, Retention, make_record
 from draftsmith.learn.record.redaction import passes_luhn, redact
 from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.events import event, read_events
+from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.net.limits import ServerLimits
 from tests.service import until
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served
@@ -105,6 +108,32 @@ def test_a_hang_up_reaches_the_engine_and_leaves_no_record(tmp_path: Path) -> No
         until(lambda: engine.left > 1)
         state = client.get("/admin/upstream", headers=ADMIN).json()
         assert (state["in_flight"], tenants(tmp_path)) == (0, [])
+
+
+def test_a_hang_up_does_not_stop_the_closing_of_connections() -> None:
+    """httpx2 closes those that it finds dead when the next request comes, inside a shield."""
+    closed = []
+
+    async def request() -> None:
+        began, hung_up = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Any:
+            await began.wait()
+            asyncio.get_running_loop().call_later(0.01, hung_up.set)
+            return {"type": "http.disconnect"}
+
+        async def work() -> None:
+            with anyio.CancelScope(shield=True):
+                began.set()
+                await hung_up.wait()
+                closed.append("connection")
+            await asyncio.Event().wait()
+
+        with pytest.raises(ClientDisconnect):
+            await unless_hung_up(receive, work())
+
+    asyncio.run(request())
+    assert closed == ["connection"]
 
 
 def test_an_engine_may_die_and_come_back(tmp_path: Path) -> None:
