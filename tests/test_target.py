@@ -272,6 +272,7 @@ def lack_a_shard(directory: Path) -> None:
         (lambda path: edit_json(path / "config.json", num_hidden_layers=10**5), "only .* bytes"),
         (lambda path: edit_json(path / "config.json", num_hidden_layers=10**12), "no model has"),
         (lambda path: edit_json(path / "config.json", num_labels=10**12), "num_labels is 1000"),
+        (lambda path: edit_json(path / "config.json", num_hidden_layers=0), "a layer at least"),
         (lambda path: edit_json(path / "config.json", architectures=7), "architectures is 7"),
         (lambda path: edit_json(path / "config.json", architectures=[[1]]), r"is \[\[1\]\] in"),
         (lambda path: edit_json(path / "config.json", eos_token_id="</s>"), "</s>"),

@@ -43,6 +43,7 @@ UNLIMITED_POSITIONS = 2**31 - 1
 MEDIA = {"vision_config": "images", "audio_config": "sound"}
 # Keys of a config that count things of which transformers makes a list, and the longest such list.
 COUNTS, MOST = re.compile("layer|label|block_count"), 10**5
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 # Lines and characters of an error that a message repeats.
 REASON_LINES, REASON_LENGTH = 4, 400
 
@@ -261,6 +262,11 @@ def _require_countable(source: str, stored: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{key} is {value} in the config of {source}, but no model has more than {MOST:,}; "
                 "get the file again"
+            )
+        elif key in LAYERS and isinstance(value, int | float) and value < 1:
+            raise UserError(
+                f"{key} is {value} in the config of {source}, but a model has a layer at least; get "
+                "the file again"
             )
 
 
