@@ -265,8 +265,8 @@ def _require_countable(source: str, stored: Mapping[str, Any]) -> None:
             )
         elif key in LAYERS and isinstance(value, int | float) and value < 1:
             raise UserError(
-                f"{key} is {value} in the config of {source}, but a model has a layer at least; get "
-                "the file again"
+                f"{key} is {value} in the config of {source}, but a model has a layer at least; "
+                "get the file again"
             )
 
 
