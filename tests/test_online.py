@@ -642,7 +642,7 @@ def test_a_version_that_is_no_better_is_rolled_back_to_the_bit(fault: str) -> No
 def test_it_is_due_after_requests_or_rejections() -> None:
     target, small = pair()
     for settings, due in (
-        ({"every_requests": 3}, [False, True]),
+        ({"every_requests": 4}, [False, True]),
         ({"every_requests": None, "every_rejected": 10**6}, [False, False]),
         ({"every_requests": None, "every_rejected": 5}, [True, True]),
     ):
