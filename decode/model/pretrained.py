@@ -80,7 +80,8 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
 
         config.get_text_config().base_model_fsdp_plan = options.fsdp_plan
         where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
-    if "gguf_file" not in where:  # whose sizes are compared with its config
+    # A GGUF file's sizes are compared with its config, and those of a hub model are not known here.
+    if "gguf_file" not in where and Path(source).is_dir():
         without_values(source, copy.deepcopy(config), options.trust_remote_code)
     attention = options.attn_implementation
     with _explained(source, "weights"):
@@ -119,6 +120,11 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def weights_size(directory: Path) -> int:
+    """Bytes of the safetensors files in a directory, 0 for none."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
 def without_values(
     source: str, config: Any, trust_remote_code: bool = False, **settings: Any
 ) -> Any:
@@ -131,8 +137,7 @@ def without_values(
     """
     place = Path(source)
     quantised = getattr(config, "quantization_config", None) is not None
-    files = [*place.glob("*.safetensors")] if place.is_dir() else [place]
-    stored = sum(file.stat().st_size for file in files if file.is_file())
+    stored = place.stat().st_size if place.is_file() else weights_size(place)
     # A parameter takes a byte or more, or a bit or more if it is quantised. Weights that are tied
     # to others are made first and counted twice.
     most = 2 * stored * (8 if quantised or place.is_file() else 1) or float("inf")

@@ -18,7 +18,12 @@ from decode.model.loading import (
     resolve_device,
     resolve_dtype,
 )
-from decode.model.pretrained import config_and_tokenizer, no_progress_bars, without_values
+from decode.model.pretrained import (
+    config_and_tokenizer,
+    no_progress_bars,
+    weights_size,
+    without_values,
+)
 
 
 def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
@@ -68,8 +73,7 @@ def load_shapes(
     torch_dtype, path = resolve_dtype(dtype, resolve_device(device)), Path(spec).expanduser()
     model = without_values(str(path), config, trust_remote_code, dtype=torch_dtype)
     quantised = vars(model.config).pop("quantization_config", None) is not None
-    files = path.glob("*.safetensors") if quantised else ()
-    stored_bytes = sum(file.stat().st_size for file in files) or None
+    stored_bytes = (weights_size(path) or None) if quantised else None
     model.eval().requires_grad_(False)
     identity = fingerprint(tokenizer, model.config, model.generation_config)
     set_template_args(tokenizer, chat_template_args or {})
