@@ -360,6 +360,35 @@ def test_a_quantised_checkpoint_has_up_to_eight_parameters_a_byte(copy: Path) ->
         load_shapes(str(copy))
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan .*expected a finite number"),
+        ({"some_threshold": float("inf")}, "some_threshold is inf"),
+        ({"anything": {"in": [1, [2], float("nan")]}}, r"anything.in\[\] is nan"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06 .*expected 0 or more"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1 .* above 0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        ({"rope_parameters": ROPE | {"rope_theta": 0}}, "rope_parameters.rope_theta is 0"),
+        ({"rope_parameters": ROPE | {"rope_type": "linear", "factor": -2.0}}, "factor is -2.0"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 10**7}, "4 experts; expected 1 to 4"),
+    ],
+)
+def test_numbers_that_mean_nothing(copy: Path, numbers: dict[str, Any], message: str) -> None:
+    edit_json(copy / "config.json", **numbers)
+    for load in (load_shapes, load_target):
+        with pytest.raises(UserError, match=message):
+            load(str(copy))
+
+
+def test_an_infinite_limit_is_none(copy: Path) -> None:
+    edit_json(copy / "config.json", time_step_limit=[0.0, float("inf")])
+    load_shapes(str(copy))
+
+
 def test_a_file_that_is_no_model(saved: Path) -> None:
     with pytest.raises(UserError, match=r"is a file, expected a model directory"):
         load_target(str(saved / "config.json"))

@@ -32,6 +32,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSA
 
 from decode.base.errors import UserError
 from decode.model import gguf_settings, gguf_tokenizer
+from decode.model.config_numbers import require_sound_numbers
 from decode.model.gguf_file import read_header
 from decode.model.loaded_weights import require_same_weights
 
@@ -172,6 +173,7 @@ def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) ->
             gguf_settings.set_config(config, header)
             shapes = without_values(str(header.path), config)
             gguf_settings.require_all_read(header, shapes)
+    require_sound_numbers(source, config)
     tokenizer = _load_tokenizer(source, config, where)
     if header is not None:
         gguf_tokenizer.correct_tokenizer(tokenizer, header)
