@@ -18,11 +18,10 @@ from distill.settings import LoraConfig
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.trainable_model import Trainable
 from distill.untrained_student import student_from_layers
-from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage
+from tests.stages import DRAFTER, drafter_weights, make_stage, plan_stage, run_stage
 from tests.training import assert_equal, tiny_trainer
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import spread
-from train.loop.trainer import Trainer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -149,20 +148,35 @@ def test_dev_figures_without_a_dev_split_are_refused(context):
     del context.corpus.examples["dev"]
     stage = make_stage("distill", "distill", **(DRAFTER | {"dev": DEV}))
     with pytest.raises(UserError, match="has dev figures, but data has no dev split"):
-        run_stage(context, stage)
+        plan_stage(context, stage)
     with pytest.raises(UserError, match="no earlier stage 'answers'"):
         make_stage("distill", "distill", **(DRAFTER | {"dev": {"text": "answers"}}))
 
 
-def test_a_dev_prompt_that_does_not_fit_is_refused_before_the_training(context, monkeypatch):
-    monkeypatch.setattr(Trainer, "_optimizer_step", None)
+@pytest.mark.parametrize("kind", [DRAFTER, {"heads": {"type": "medusa", "heads": 2}}])
+def test_the_plan_refuses_a_dev_split_without_answers(context, kind):
+    """A run would come to such a stage after hours."""
+    first = context.corpus.examples["dev"][0]
+    context.corpus.examples["dev"] = [replace(first, messages=first.messages[:1])]
+    name = "heads" if "heads" in kind else "distill"
+    with pytest.raises(UserError, match=r"stage mine: dev.text data has no response tokens"):
+        plan_stage(context, make_stage(name, "mine", **(kind | {"dev": DEV})))
+
+
+def test_dev_figures_are_of_the_dev_split():
+    generate = make_stage("generate", "answers")
+    with pytest.raises(UserError, match=r"dev.text answers answered the train split"):
+        make_stage("distill", "mine", generate, **(DRAFTER | {"dev": {"text": "answers"}}))
+
+
+def test_a_dev_prompt_that_does_not_fit_is_refused_by_the_plan(context):
     first = context.corpus.examples["dev"][0]
     long = {"role": "user", "content": "sea " * 300}
     context.corpus.examples["dev"] = [replace(first, messages=(long, *first.messages[1:]))]
     dev = DEV | {"decode_prompts": 1}
     settings = DRAFTER | {"dev": dev, "max_length": 1024}
     with pytest.raises(UserError, match=r"has \d+ tokens and the target's context holds"):
-        run_stage(context, make_stage("distill", "distill", **settings))
+        plan_stage(context, make_stage("distill", "distill", **settings))
 
 
 # --- adapters -------------------------------------------------------------------------------------

@@ -241,6 +241,15 @@ def endless_header(directory: Path) -> None:
     weights.write_bytes((2**60).to_bytes(8, "little") + weights.read_bytes()[8:])
 
 
+def add_weights(directory: Path, *names: str) -> None:
+    stored = load_file(directory / "model.safetensors")
+    save_file(
+        stored | {name: torch.ones(2) for name in names},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
 def lack_a_shard(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
     files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
@@ -290,6 +299,19 @@ def lack_a_shard(directory: Path) -> None:
             "is a model that reads images .model type llava.",
         ),
         (lambda path: edit_json(path / "config.json", num_hidden_layers=3), "lack 9 tensors"),
+        (
+            lambda path: edit_json(path / "config.json", num_hidden_layers=1),
+            r"hold 9 weights .* such as model.layers.1.input_layernorm.* .model.layers has 1",
+        ),
+        (
+            lambda path: add_weights(path, "model.layers.0.self_attn.q_proj.bias"),
+            r"1 weights .*q_proj is a Linear without bias.*writes another text",
+        ),
+        (
+            lambda path: add_weights(path, "model.layers.1.self_attn.q_norm.weight"),
+            "LlamaDecoderLayer has no such part",
+        ),
+        (lambda path: add_weights(path, "lm_head.bias"), "lm_head is a Linear without bias"),
         (lambda path: edit_json(path / "config.json", model_type="nonsuch"), "nonsuch"),
         (
             lambda path: edit_json(path / "config.json", architectures=["LlamaModel"]),
@@ -313,6 +335,20 @@ def test_damaged_directory(copy: Path, damage: Callable[[Path], Any], message: s
         load_target(str(copy))
 
 
+def test_weights_of_other_parts_may_be_left_over(copy: Path) -> None:
+    add_weights(
+        copy,
+        "model.vision_tower.layers.7.q_proj.bias",
+        "mtp.layers.0.self_attn.q_proj.weight",
+        "model.layers.2.eh_proj.weight",
+        "model.layers.2.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.bias",
+        "model.layers.0.self_attn.k_scale",
+        "model.layers.0.self_attn.rotary_emb.cos_cached",
+    )
+    assert load_target(str(copy)).model.config.num_hidden_layers == 2
+
+
 def test_a_quantised_checkpoint_has_up_to_eight_parameters_a_byte(copy: Path) -> None:
     quantised = {"quant_method": "awq", "bits": 4, "group_size": 32}
     edit_json(copy / "config.json", quantization_config=quantised)
@@ -322,6 +358,35 @@ def test_a_quantised_checkpoint_has_up_to_eight_parameters_a_byte(copy: Path) ->
     (copy / "model.safetensors").write_bytes(bytes(500))
     with pytest.raises(UserError, match="only 500 bytes"):
         load_shapes(str(copy))
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan .*expected a finite number"),
+        ({"some_threshold": float("inf")}, "some_threshold is inf"),
+        ({"anything": {"in": [1, [2], float("nan")]}}, r"anything.in\[\] is nan"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06 .*expected 0 or more"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1 .* above 0"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
+        ({"rope_parameters": ROPE | {"rope_theta": 0}}, "rope_parameters.rope_theta is 0"),
+        ({"rope_parameters": ROPE | {"rope_type": "linear", "factor": -2.0}}, "factor is -2.0"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 10**7}, "4 experts; expected 1 to 4"),
+    ],
+)
+def test_numbers_that_mean_nothing(copy: Path, numbers: dict[str, Any], message: str) -> None:
+    edit_json(copy / "config.json", **numbers)
+    for load in (load_shapes, load_target):
+        with pytest.raises(UserError, match=message):
+            load(str(copy))
+
+
+def test_an_infinite_limit_is_none(copy: Path) -> None:
+    edit_json(copy / "config.json", time_step_limit=[0.0, float("inf")])
+    load_shapes(str(copy))
 
 
 def test_a_file_that_is_no_model(saved: Path) -> None:

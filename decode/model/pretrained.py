@@ -32,7 +32,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSA
 
 from decode.base.errors import UserError
 from decode.model import gguf_settings, gguf_tokenizer
+from decode.model.config_numbers import require_sound_numbers
 from decode.model.gguf_file import read_header
+from decode.model.loaded_weights import require_same_weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,25 +94,10 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
             attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
+            ignore_mismatched_sizes=True,  # `require_same_weights` refuses them by name
             **where,
         )
-    if info["mismatched_keys"]:
-        sizes = [
-            f"{name} is {list(found)}, expected {list(expected)}"
-            for name, found, expected in sorted(info["mismatched_keys"])
-        ]
-        more = f", and {len(sizes) - 3} more" if sizes[3:] else ""
-        raise UserError(
-            f"the weights of {source} do not have the sizes that its config says: "
-            f"{'; '.join(sizes[:3])}{more}. Use the config and the weights of one model."
-        )
-    if info["missing_keys"]:
-        # transformers fills them with random numbers and continues.
-        raise UserError(
-            f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
-            f"requires, such as {min(info['missing_keys'])}. Name a complete causal language model."
-        )
+    require_same_weights(source, model, info)
     return model, tokenizer
 
 
@@ -186,6 +173,7 @@ def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) ->
             gguf_settings.set_config(config, header)
             shapes = without_values(str(header.path), config)
             gguf_settings.require_all_read(header, shapes)
+    require_sound_numbers(source, config)
     tokenizer = _load_tokenizer(source, config, where)
     if header is not None:
         gguf_tokenizer.correct_tokenizer(tokenizer, header)

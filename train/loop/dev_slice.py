@@ -13,11 +13,43 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.stats import Counts
 from train.data.batches import Batches, Inputs, RankText, collate, inputs
+from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.data.training_text import Weights
 from train.measure.ranks import Ranks
 from train.settings.training import DevConfig
+
+
+def require_dev_text(settings: DevConfig, corpus: Corpus, *, stage: str) -> None:
+    """Raise UserError before the first stage if a `DevSlice` could not be made, as far as its text
+    exists by then."""
+    if settings.text == "data":
+        _samples(settings, corpus, stage)
+    _prompts(settings, corpus)
+
+
+def _samples(settings: DevConfig, corpus: Corpus, stage: str) -> list[Sample]:
+    """The samples with response tokens."""
+    if settings.text == "data" and "dev" not in corpus.examples:
+        raise UserError(
+            f"stage {stage} has dev figures, but data has no dev split; set data.dev, or leave "
+            "dev out"
+        )
+    samples = [s for s in corpus.samples(settings.text, "dev") if any(s.mask)]
+    if not samples:
+        raise UserError(
+            f"stage {stage}: dev.text {settings.text} has no response tokens; add a generate "
+            "stage that answers the dev split, and name it there"
+        )
+    return samples
+
+
+def _prompts(settings: DevConfig, corpus: Corpus) -> list[list[int]]:
+    """The prompts that are decoded."""
+    if not settings.decode_prompts:
+        return []
+    return corpus.prompts(spread(corpus.asked("dev"), settings.decode_prompts))
 
 
 @dataclass
@@ -55,26 +87,14 @@ class DevSlice:
         stage: str,
     ) -> None:
         """stage: the stage's name, for messages."""
-        if settings.text == "data" and "dev" not in corpus.examples:
-            raise UserError(
-                f"stage {stage} has dev figures, but data has no dev split; set data.dev, or leave "
-                "dev out"
-            )
-        samples = [s for s in corpus.samples(settings.text, "dev") if any(s.mask)]
-        if not samples:
-            raise UserError(
-                f"stage {stage}: dev.text {settings.text} has no response tokens; add a generate "
-                "stage that answers the dev split, and name it there"
-            )
+        samples = _samples(settings, corpus, stage)
         self.settings, self.judging = settings, judging
         self.target, self.accelerator = target, accelerator
         self.samples = spread(samples, settings.samples)
         self.batches = Batches(
             [len(sample.tokens) for sample in self.samples], tokens_per_batch=2048, seed=0, epoch=0
         )
-        self.prompts = []
-        if settings.decode_prompts:
-            self.prompts = corpus.prompts(spread(corpus.asked("dev"), settings.decode_prompts))
+        self.prompts = _prompts(settings, corpus)
 
     @torch.no_grad()
     def measure(self, module: nn.Module, weights: Weights) -> dict[str, float]:

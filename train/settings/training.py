@@ -53,10 +53,19 @@ class LoopConfig(Strict):
     seed: Seed = 0
     """The seed of the order of batches, of init weights, and of text that the drafter generates."""
 
-    def require_dev(self, stage: str, *, measured: bool) -> None:
-        """Raise UserError for settings that would do nothing. measured: whether there are figures
-        on a dev slice."""
-        if self.keep_best and not measured:
+    def require_dev(
+        self, stage: str, dev: "DevConfig | None", earlier: Sequence[StageConfig]
+    ) -> None:
+        """Raise UserError for settings that would do nothing without figures on a dev slice, and
+        for figures on text that is not of the dev split. dev: those figures, if there are any."""
+        if dev is not None and dev.text != "data":
+            answers: Any = closest_stage(dev.text, earlier, "generate")
+            if answers.split != "dev":
+                raise UserError(
+                    f"stage {stage}: dev.text {dev.text} answered the {answers.split} split, but "
+                    "the figures are of the dev split; name a generate stage that answers dev"
+                )
+        if self.keep_best and dev is None:
             raise UserError(
                 f"stage {stage}: loop.keep_best compares figures on dev text, and the stage has "
                 "none; leave keep_best out, or set dev if the stage has that setting"

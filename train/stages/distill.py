@@ -30,7 +30,7 @@ from train.loop.boosting import (
     check_earlier_drafter,
     stored_guesses,
 )
-from train.loop.dev_slice import DevJudging, DevSlice
+from train.loop.dev_slice import DevJudging, DevSlice, require_dev_text
 from train.loop.estimates import (
     optimizer_bytes,
     planned_tokens,
@@ -77,6 +77,8 @@ class DistillStage(TrainingStage[DistillConfig]):
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
         kind = student_kind(config, encoder=self.target.has_encoder)
+        if config.dev is not None:
+            require_dev_text(config.dev, self.corpus, stage=config.name)
         if config.draft_vocabulary is not None or (
             config.weighted_loss.needs_teacher and config.teacher == "live"
         ):

@@ -18,14 +18,11 @@ from train.base.drafter_stages import (
 from train.loop.boosting import check_boost
 from train.settings.distill_config import DistillConfig
 from train.settings.schema import StageConfig, closest_stage
-from train.settings.text_settings import stages_of
 
 
 def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError for settings that do not fit together, or an earlier stage that does not."""
-    config.loop.require_dev(config.name, measured=config.dev is not None)
-    for name in stages_of(config.dev.text) if config.dev else []:
-        closest_stage(name, earlier, "generate")
+    config.loop.require_dev(config.name, config.dev, earlier)
     if config.drafter.stage is not None:
         _check_start(config, config.drafter.stage, earlier)
     student_kind(config, encoder=False)  # refuses settings

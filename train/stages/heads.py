@@ -37,7 +37,7 @@ from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.loop import parallel
 from train.loop.backbone import Backbone, FrozenBackbone, Source
-from train.loop.dev_slice import DevJudging, DevSlice
+from train.loop.dev_slice import DevJudging, DevSlice, require_dev_text
 from train.loop.estimates import (
     planned_tokens,
     steps_in_words,
@@ -367,6 +367,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         """Raise UserError before the first step for reasons that would stop the stage later."""
         config = self.config
         require_losses(heads, config.weighted_loss)
+        if config.dev is not None:
+            require_dev_text(config.dev, self.corpus, stage=config.name)
         if config.tree is not None:
             require_tree(config.tree, self.target, self.corpus, stage=config.name)
         if config.gradient_checkpointing and heads.parts == 1:

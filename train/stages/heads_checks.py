@@ -9,17 +9,12 @@ from train.base.drafter_stages import require_own_weights
 from train.loop.head_start import check_start
 from train.settings.heads_config import HeadsConfig
 from train.settings.schema import StageConfig, closest_stage
-from train.settings.text_settings import stages_of
-from train.settings.training import (
-    BackboneConfig,
-)
+from train.settings.training import BackboneConfig
 
 
 def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError for settings that do not fit together, or an earlier stage that does not."""
-    config.loop.require_dev(config.name, measured=config.dev is not None)
-    for name in stages_of(config.dev.text) if config.dev else []:
-        closest_stage(name, earlier, "generate")
+    config.loop.require_dev(config.name, config.dev, earlier)
     if config.start is not None:
         check_start(config, config.start, earlier)
     if config.lora is not None:

@@ -47,7 +47,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
     def check(cls, config: LayerSkipConfig, earlier: Sequence[StageConfig]) -> None:
         super().check(config, earlier)
         config.require_sound(config.name, earlier, "")
-        config.loop.require_dev(config.name, measured=False)
+        config.loop.require_dev(config.name, None, earlier)
         reason = "the original target runs over each batch of the training"
         refuse(config, tokens_per_pass=reason)
 

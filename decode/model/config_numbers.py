@@ -1,0 +1,65 @@
+"""Numbers of a model's config that are of the right type and mean nothing.
+
+transformers makes a model of them. It then computes NaN, or fails in the middle of a text.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from decode.base.errors import UserError
+
+# Infinite numbers mean "no limit" in such a key (`time_step_limit`) and nothing elsewhere.
+LIMIT = "limit"
+# What a number must be where its key says so. The parts for images and sound have other habits, and
+# do not run.
+ABOVE_0 = re.compile(r"theta$|_position_embeddings$|^n_positions$|^max_.*positions$")
+NOT_BELOW_0 = re.compile(r"^(num|max|n)_|(^|_)(size|dim|heads|rank|window|eps|epsilon)$")
+ROPE, MEDIA = "rope_parameters", {"vision_config", "audio_config"}
+# Experts of a layer, and those of them that a token goes to.
+EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
+CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_top_?k$|^top_k_experts$")
+
+
+def require_sound_numbers(source: str, config: Any) -> None:
+    """Raise UserError for a number of a config of transformers that is not finite, has a sign that
+    its key excludes, or chooses more experts than there are."""
+    for key, value, holders in _numbers(config.to_dict(), ()):
+        rope = ROPE in holders
+        if not math.isfinite(value) and not (LIMIT in key and not math.isnan(value)):
+            wanted = "a finite number"
+        elif MEDIA & {*holders}:
+            continue
+        elif value <= 0 and (ABOVE_0.search(key) or (rope and "factor" in key)):
+            wanted = "a number above 0"
+        elif value < 0 and (rope or NOT_BELOW_0.search(key)):
+            wanted = "0 or more"
+        else:
+            continue
+        raise UserError(
+            f"{'.'.join((*holders, key))} is {value} in the config of {source}, expected {wanted}; "
+            "correct it, or get the file again"
+        )
+    text = config.get_text_config().to_dict()
+    counts = {key: value for key, value in text.items() if isinstance(value, int)}
+    experts = max((n for key, n in counts.items() if EXPERTS.search(key)), default=0)
+    for key, chosen in counts.items():
+        if experts and CHOSEN.search(key) and not 1 <= chosen <= experts:
+            raise UserError(
+                f"{key} is {chosen} in the config of {source}, but a layer has {experts} experts; "
+                f"expected 1 to {experts}; correct it, or get the file again"
+            )
+
+
+def _numbers(
+    part: Mapping[str, Any], holders: tuple[str, ...]
+) -> Iterator[tuple[str, float, tuple[str, ...]]]:
+    """All numbers of a config, with their keys and those of the parts around them. The key of a
+    list's numbers ends in [], so that it says no sign."""
+    for key, value in part.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, (*holders, str(key)))
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                yield f"{key}{'[]' if number is not value else ''}", number, holders
