@@ -22,6 +22,7 @@ from decode.model.loading import Target
 from draftsmith.edge import server as edge_server
 from draftsmith.edge.protocol import VERSION, encode
 from draftsmith.learn.record import proxy
+from draftsmith.net import few_lines
 from draftsmith.net.access import Guard, Paths
 from draftsmith.net.body import BodyMemory
 from draftsmith.net.limits import ServerLimits
@@ -32,7 +33,7 @@ from draftsmith.watch import server as watch_server
 from draftsmith.watch.run_state import RunState
 from draftsmith.watch.server import WatchServer
 from tests import edge, service, upstream
-from tests.imports import ROOT
+from tests.imports import ROOT, tracked
 from tests.service import until
 
 KEY = "secret"
@@ -249,6 +250,24 @@ def _no_line(monkeypatch: Any) -> Iterator[None]:
     monkeypatch.setattr(logging.Logger, "callHandlers", watched)
     yield
     assert found == []
+
+
+def test_lines_of_one_kind_are_few(monkeypatch: Any, caplog: Any) -> None:
+    for file in tracked("draftsmith"):
+        if file.startswith(("draftsmith/serve", "draftsmith/edge", "draftsmith/learn/record")):
+            assert "getLogger" not in (ROOT / file).read_text(encoding="utf-8"), file
+    now = 0.0
+    monkeypatch.setattr(few_lines, "monotonic", lambda: now)
+    log = few_lines.server_logger("draftsmith.of-a-test")
+    for number in range(2 * few_lines.LINES):
+        log.warning("request %d", number)
+    log.warning("something else")
+    now = few_lines.SECONDS
+    log.warning("request %d", 99)
+    *few, other, last = [record.getMessage() for record in caplog.records]
+    assert few == [f"request {number}" for number in range(few_lines.LINES)]
+    assert other == "something else"
+    assert last == f"request 99 ({few_lines.LINES} more such lines were left out before)"
 
 
 # --- attacks --------------------------------------------------------------------------------------
