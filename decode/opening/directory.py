@@ -17,6 +17,7 @@ import torch
 from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.base.device import dtype_name
 from decode.base.errors import UserError, nearest
+from decode.base.home import from_home
 from decode.base.registry import Choice
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.pard import small_lm_drafter
@@ -137,7 +138,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if plus:
         parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
         return SeveralDrafters(parts) if plus == "++" else CompositeDrafter(parts)
-    path = shipped_drafter(spec) or Path(spec).expanduser()
+    path = shipped_drafter(spec) or from_home(spec)
     if _is_combination(spec) and not path.exists():
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
@@ -177,7 +178,7 @@ def require_findable(spec: str) -> None:
         require_findable(first)
         require_findable(others)
         return
-    path = shipped_drafter(spec) or Path(spec).expanduser()
+    path = shipped_drafter(spec) or from_home(spec)
     named = _kind(spec) in DRAFTERS or _is_combination(spec) or _OPTIONS.search(spec)
     if not (path / DRAFTER_FILE).exists() and (path.exists() or not named):
         _require_model(spec, path)
@@ -264,7 +265,7 @@ def _typo(spec: str) -> str:
 
 
 def _path_exists(name: str) -> bool:
-    return Path(name).expanduser().exists()
+    return from_home(name).exists()
 
 
 def partition_drafters(
@@ -322,7 +323,7 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
     """The drafter `name`, whose products read bytes. weights: the option, as given."""
     if weights != "int8":
         raise UserError(f"weights is {weights!r} after {name!r}; expected int8, or leave it out")
-    path = Path(name).expanduser()
+    path = from_home(name)
     if path.is_dir() and describe_drafter(path)["kind"] == adapters.KIND:
         raise UserError(
             f"weights=int8 of the adapter {name} would change its base, which other drafters "
@@ -355,7 +356,7 @@ def _open_other_vocabulary(spec: str, target: Target, dtype: str) -> Drafter:
             f"vocabulary is {choice!r} in {spec!r}; expected one of "
             f"{', '.join(OTHER_VOCABULARIES)}.{nearest(choice, OTHER_VOCABULARIES)}"
         )
-    path = Path(model).expanduser()
+    path = from_home(model)
     if _kind(model) in DRAFTERS and not path.exists():
         raise UserError(
             f"{model} has no option 'vocabulary'; it is for a small language model, named by its "

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError, nearest
+from decode.base.home import from_home
 from decode.base.install_command import install_command
 from decode.base.registry import Choice
 from train.base.exit_status import ExitStatus
@@ -350,7 +351,7 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
 def _from_home(value: Any) -> Any:
     if isinstance(value, list):
         return [_from_home(x) for x in value]
-    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
+    return from_home(value) if isinstance(value, Path) else value
 
 
 def _group_options(group: Any) -> Iterator[inspect.Parameter]:

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from decode.base.errors import UserError, nearest
+from decode.base.home import from_home
 from decode.base.registry import Choice
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
@@ -123,7 +124,7 @@ def open_learning_drafter(
     """The copy that learns and the drafter that decodes, from a drafter directory, or from the last
     version that an earlier service learnt from it. Raises UserError for a drafter that cannot
     learn, and for versions of another one."""
-    path, versions = Path(name).expanduser(), options.versions(target)
+    path, versions = from_home(name), options.versions(target)
     if not path.is_dir():
         raise UserError(
             f"the drafter {name!r} cannot learn; expected the directory of a small language model "
@@ -325,7 +326,7 @@ class ServiceLearner(RowWatch):
             return
         progress, online = self._progress, self.online
         provenance: dict[str, Any] = {
-            "start": str(Path(self.name).expanduser().resolve()),
+            "start": str(from_home(self.name).resolve()),
             "settings": self.options.config.model_dump(mode="json"),
         }
         progress.version, progress.served = online.version, online.collector.requests

@@ -17,6 +17,7 @@ from typing import Any
 from decode.base.artifact import temporary
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.home import from_home
 from decode.base.install_command import install_command
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
@@ -181,7 +182,7 @@ def _sigterm_raises() -> Iterator[None]:
 def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
     """directory: for the target, if it is neither a model directory nor a hub id."""
     name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
-    if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
+    if from_home(name).exists() or name.startswith(EMBEDDED_PREFIX):
         name, revision = str(model_directory(target, directory)), []
     return [
         # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.

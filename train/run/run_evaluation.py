@@ -20,6 +20,7 @@ from decode.base.artifact import (
     write_directory,
 )
 from decode.base.errors import UserError
+from decode.base.home import from_home
 from decode.base.registry import Choice
 from decode.model.loading import Target
 from decode.opening.directory import (
@@ -285,7 +286,7 @@ def drift_of(spec: str) -> dict[str, float] | None:
     spec: the drafter's name or directory, as a user gives it. Returns None if its stage did not
     measure the drift.
     """
-    path = Path(spec).expanduser()
+    path = from_home(spec)
     first, plus, others = partition_drafters(spec)
     if plus:
         return drift_of(first) or drift_of(others)
