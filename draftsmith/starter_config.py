@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import configs
 import train
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.base.processor import computes_bfloat16
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target

@@ -95,7 +95,7 @@ def test_one_function_puts_a_home_into_a_path() -> None:
     files = [
         file for file in tracked(*PACKAGES) if "expanduser" in (ROOT / file).read_text("utf-8")
     ]
-    assert files == ["decode/base/home.py"]
+    assert files == ["decode/base/paths.py"]
 
 
 def test_no_message_installs_draftsmith_from_an_index() -> None:

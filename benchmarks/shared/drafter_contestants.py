@@ -8,7 +8,7 @@ from pathlib import Path
 
 import heads.kinds  # noqa: F401  (registers its drafters)
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.drafters import DRAFTERS
 from decode.model.loading import EMBEDDED_PREFIX
 from decode.opening.combinations import COMBINATIONS

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth

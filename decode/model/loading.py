@@ -18,7 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from decode.base.artifact import file_sha256
 from decode.base.errors import UserError, nearest
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.base.processor import computes_bfloat16
 from decode.base.registry import Registry
 from decode.model import gguf_file

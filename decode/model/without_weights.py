@@ -7,7 +7,7 @@ downloaded.
 from collections.abc import Mapping
 from typing import Any
 
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.model.chat_template import set_template_args
 from decode.model.identity import Fingerprint, fingerprint
 from decode.model.loading import (

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from draftsmith.cli.command import (
     DrafterOption,
     Drafting,

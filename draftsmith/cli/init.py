@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from decode.base.errors import UserError, nearest
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from train.base.console import quieten
 
 DEFAULT_TARGET = "embedded:smollm2-135m"

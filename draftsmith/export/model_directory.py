@@ -16,7 +16,7 @@ import transformers
 
 from decode.base.artifact import MANIFEST, verify_directory, write_directory
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from draftsmith.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,

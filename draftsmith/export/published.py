@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.model.loading import DTYPES, Target
 from decode.model.pretrained import require_all_shards
 from draftsmith.export.file_schema import DTYPE_NAMES, StoredTensor, require_none

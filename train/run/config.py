@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 import train.settings  # noqa: F401  (has the settings of each kind of stage)
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.base.registry import registered_names
 from decode.base.strict import Strict, kinds_of
 from decode.draw.sampling_config import SamplingConfig

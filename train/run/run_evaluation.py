@@ -2,6 +2,7 @@
 stage, and the last trained drafter once more, combined with an untrained drafter."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from decode.base.artifact import (
     write_directory,
 )
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.base.registry import Choice
 from decode.model.loading import Target
 from decode.opening.directory import (
@@ -290,6 +291,6 @@ def drift_of(spec: str) -> dict[str, float] | None:
     first, plus, others = partition_drafters(spec)
     if plus:
         return drift_of(first) or drift_of(others)
-    if not (path / DRAFTER_FILE).exists():
+    if not os.path.exists(path / DRAFTER_FILE):
         return None
     return describe_drafter(path)["provenance"].get("drift")

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter

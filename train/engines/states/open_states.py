@@ -13,7 +13,7 @@ from accelerate import Accelerator
 
 from decode.base.artifact import require_space, temporary
 from decode.base.errors import UserError
-from decode.base.home import from_home
+from decode.base.paths import from_home
 from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures
 from train.data.batches import collate, inputs

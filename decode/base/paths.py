@@ -12,3 +12,15 @@ def from_home(path: str | Path) -> Path:
     ('~no-such-user', 'x')
     """
     return Path(os.path.expanduser(path))
+
+
+def fault_of(path: str | Path) -> str | None:
+    """Why the system can have no file at this path: a name is too long, or a file is where a
+    directory would have to be. None: it can."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+    return None
