@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 import configs
 import train
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.base.processor import computes_bfloat16
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
@@ -291,7 +292,7 @@ class Starter:
 def data_for(source: str, file: Path | None) -> str:
     """How a config in `file` names a source of data: a file relative to the config, or by its
     absolute path if nobody knows where the config will be (None)."""
-    path = Path(source).expanduser()
+    path = from_home(source)
     if not path.exists():
         return source
     return os.path.relpath(path, file.parent) if file else str(path.absolute())

@@ -1,5 +1,6 @@
 """Engines that a generate stage starts, and the log-probabilities that servers give."""
 
+import ast
 import os
 import signal
 import sys
@@ -111,6 +112,32 @@ def test_a_started_engine_is_stopped_by_sigterm_too(
         httpx2.get(f"{asked[0]}/health", trust_env=False)
     assert signal.getsignal(signal.SIGTERM) is before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["engines", "vllm.log"]
+
+
+@pytest.mark.parametrize("allowed", [3, 64])
+def test_llama_server_gets_what_the_machine_and_the_texts_say(
+    allowed: int, context: StageInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the longest text in each slot, no more cores than this process may use, and what the
+    user says in place of both."""
+    program = tmp_path / "llama-server"
+    said = HEALTHY.replace("port = int", "print(sys.argv[1:], flush=True)\nport = int")
+    program.write_text(said.format(python=sys.executable), encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setattr(launch, "llama_server_program", lambda: program)
+    monkeypatch.setattr(launch, "target_gguf", lambda name: tmp_path / "target.gguf")
+    monkeypatch.setattr(launch, "cores", lambda: allowed)
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: 64)
+    config = ServerConfig(
+        launch="llama-server", concurrency=4, options={"threads": 2, "ctx-size": 9}
+    )
+    with launched(config, context.target, 50, tmp_path):
+        log = (tmp_path / "llama-server.log").read_text("utf-8")
+    arguments = ast.literal_eval(log.splitlines()[0])
+    at = arguments.index("-np")
+    limited = ["-t", "3"] if allowed == 3 else []
+    asked = ["--threads", "2", "--ctx-size", "9"]  # the last one counts
+    assert arguments[at:] == ["-np", "4", "-c", str(4 * 51), *limited, *asked]
 
 
 @dataclass(frozen=True)

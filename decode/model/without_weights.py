@@ -5,9 +5,9 @@ downloaded.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from decode.base.paths import from_home
 from decode.model.chat_template import set_template_args
 from decode.model.identity import Fingerprint, fingerprint
 from decode.model.loading import (
@@ -43,7 +43,7 @@ def load_config(
     if spec.startswith(EMBEDDED_PREFIX):
         embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
         source = str(embedded.find() or embedded.hub_id)
-    path = Path(source).expanduser()
+    path = from_home(source)
     if path.suffix.lower() == ".gguf" and path.is_file():
         with no_progress_bars():
             return config_and_tokenizer(str(path.parent), gguf_file=path.name)
@@ -70,7 +70,7 @@ def load_shapes(
     checkpoint has the shapes of its plain form, and if it is a directory, `stored_bytes`. Arguments
     and errors are those of `decode.model.loading.load_target`."""
     config, tokenizer = load_config(spec, revision=revision, trust_remote_code=trust_remote_code)
-    torch_dtype, path = resolve_dtype(dtype, resolve_device(device)), Path(spec).expanduser()
+    torch_dtype, path = resolve_dtype(dtype, resolve_device(device)), from_home(spec)
     model = without_values(str(path), config, trust_remote_code, dtype=torch_dtype)
     quantised = vars(model.config).pop("quantization_config", None) is not None
     stored_bytes = (weights_size(path) or None) if quantised else None

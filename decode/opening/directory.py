@@ -6,6 +6,7 @@ with hashes, and `drafter.json`: its kind, the target it was made for and how it
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.base.device import dtype_name
 from decode.base.errors import UserError, nearest
+from decode.base.paths import from_home
 from decode.base.registry import Choice
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.pard import small_lm_drafter
@@ -137,13 +139,13 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if plus:
         parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
         return SeveralDrafters(parts) if plus == "++" else CompositeDrafter(parts)
-    path = shipped_drafter(spec) or Path(spec).expanduser()
-    if _is_combination(spec) and not path.exists():
+    path = shipped_drafter(spec) or from_home(spec)
+    if _is_combination(spec) and not os.path.exists(path):
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
-    if (weights := _WEIGHTS.search(spec)) and not path.exists():
+    if (weights := _WEIGHTS.search(spec)) and not os.path.exists(path):
         return _in_bytes(_WEIGHTS.sub("", spec), weights[1], target, dtype)
-    if _WINDOW in spec and _kind(spec) not in DRAFTERS and not path.exists():
+    if _WINDOW in spec and _kind(spec) not in DRAFTERS and not os.path.exists(path):
         wide, window = split_window(spec)
         assert window is not None
         return open_drafter(wide, target, dtype=dtype).with_window(window)
@@ -151,10 +153,10 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     name = dtype_name(dtype)
     if name not in DTYPES:
         raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
-    if _VOCABULARY in spec and not path.exists():
+    if _VOCABULARY in spec and not os.path.exists(path):
         return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
-    if kind in DRAFTERS and not path.exists():
+    if kind in DRAFTERS and not os.path.exists(path):
         part = DRAFTERS[kind]
         if issubclass(part, InTarget):
             return part.in_target(Choice.of(spec), target, dtype)
@@ -164,7 +166,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
             )
         drafter: Drafter = DRAFTERS.make(spec)
         return drafter
-    if (path / DRAFTER_FILE).exists():
+    if os.path.exists(path / DRAFTER_FILE):
         return _open_directory(spec, path, target, name)
     return _open_small_lm(spec, path, target, name)
 
@@ -177,9 +179,9 @@ def require_findable(spec: str) -> None:
         require_findable(first)
         require_findable(others)
         return
-    path = shipped_drafter(spec) or Path(spec).expanduser()
+    path = shipped_drafter(spec) or from_home(spec)
     named = _kind(spec) in DRAFTERS or _is_combination(spec) or _OPTIONS.search(spec)
-    if not (path / DRAFTER_FILE).exists() and (path.exists() or not named):
+    if not os.path.exists(path / DRAFTER_FILE) and (os.path.exists(path) or not named):
         _require_model(spec, path)
 
 
@@ -235,7 +237,7 @@ def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter
 
 def _require_model(spec: str, path: Path) -> None:
     """Raises UserError if there is something else than a model at this place."""
-    if (path / MANIFEST).exists():
+    if os.path.exists(path / MANIFEST):
         verify_directory(path)  # a drafter without its description is not a plain model
     if inside := _drafters_inside(path):
         raise UserError(
@@ -244,7 +246,7 @@ def _require_model(spec: str, path: Path) -> None:
         )
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
-    if not path.exists() and "/" not in spec and (typo := _typo(spec)):
+    if not os.path.exists(path) and "/" not in spec and (typo := _typo(spec)):
         raise UserError(
             f"there is no drafter {spec!r}, and no such file or directory.{typo} A model of a hub "
             "is named OWNER/NAME"
@@ -264,7 +266,7 @@ def _typo(spec: str) -> str:
 
 
 def _path_exists(name: str) -> bool:
-    return Path(name).expanduser().exists()
+    return os.path.exists(from_home(name))
 
 
 def partition_drafters(
@@ -322,7 +324,7 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
     """The drafter `name`, whose products read bytes. weights: the option, as given."""
     if weights != "int8":
         raise UserError(f"weights is {weights!r} after {name!r}; expected int8, or leave it out")
-    path = Path(name).expanduser()
+    path = from_home(name)
     if path.is_dir() and describe_drafter(path)["kind"] == adapters.KIND:
         raise UserError(
             f"weights=int8 of the adapter {name} would change its base, which other drafters "
@@ -355,13 +357,13 @@ def _open_other_vocabulary(spec: str, target: Target, dtype: str) -> Drafter:
             f"vocabulary is {choice!r} in {spec!r}; expected one of "
             f"{', '.join(OTHER_VOCABULARIES)}.{nearest(choice, OTHER_VOCABULARIES)}"
         )
-    path = Path(model).expanduser()
-    if _kind(model) in DRAFTERS and not path.exists():
+    path = from_home(model)
+    if _kind(model) in DRAFTERS and not os.path.exists(path):
         raise UserError(
             f"{model} has no option 'vocabulary'; it is for a small language model, named by its "
             "directory, file or hub id"
         )
-    if (path / DRAFTER_FILE).exists():
+    if os.path.exists(path / DRAFTER_FILE):
         kind = describe_drafter(path)["kind"]
         if kind not in SMALL_LMS:
             raise UserError(

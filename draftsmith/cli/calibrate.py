@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from draftsmith.cli.command import (
     DrafterOption,
     Drafting,
@@ -132,7 +133,7 @@ def calibrate_tree(
     from train.measure.calibrate_tree import calibrate_tree as calibrate
 
     quieten()
-    directory = Path(drafter).expanduser()
+    directory = from_home(drafter)
     if out is None:
         if not (directory / DRAFTER_FILE).exists():
             raise UserError(

@@ -1,5 +1,6 @@
 """Code that all commands share: groups of options, errors and tables, quiet libraries."""
 
+import errno
 import inspect
 import json
 import os
@@ -18,6 +19,7 @@ from rich.console import Console
 from decode.base.artifact import write_file
 from decode.base.errors import UserError, nearest
 from decode.base.install_command import install_command
+from decode.base.paths import fault_of, from_home
 from decode.base.registry import Choice
 from train.base.exit_status import ExitStatus
 
@@ -350,7 +352,12 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
 def _from_home(value: Any) -> Any:
     if isinstance(value, list):
         return [_from_home(x) for x in value]
-    return Path(os.path.expanduser(value)) if isinstance(value, Path) else value
+    if not isinstance(value, Path):
+        return value
+    path = from_home(value)
+    if fault := fault_of(path):
+        raise UserError(f"no file can be at {path}: {fault}; expected another path")
+    return path
 
 
 def _group_options(group: Any) -> Iterator[inspect.Parameter]:
@@ -362,13 +369,16 @@ def _group_options(group: Any) -> Iterator[inspect.Parameter]:
 
 
 def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn a UserError into one message on stderr and exit status 2."""
+    """Turn a UserError into one message on stderr and exit status 2. So it does with a name that is
+    too long for a file: any name of a model or of data may be that of a file."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except UserError as error:
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENAMETOOLONG:
+                raise
             errors = Console(stderr=True, highlight=False, soft_wrap=True)
             errors.print(f"error: {error}", markup=False)
             raise typer.Exit(ExitStatus.BAD_INPUT) from None

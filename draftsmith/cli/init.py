@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from decode.base.errors import UserError, nearest
+from decode.base.paths import from_home
 from train.base.console import quieten
 
 DEFAULT_TARGET = "embedded:smollm2-135m"
@@ -54,7 +55,7 @@ def init(
 ) -> None:
     """Write a config for a target and data. Asks for what is not given, if there is a terminal."""
     if out is None and sys.stdout.isatty():
-        out = Path(_ask("--out", "Config to write", "draftsmith.yaml")).expanduser()
+        out = from_home(_ask("--out", "Config to write", "draftsmith.yaml"))
     if out is not None and out.exists():
         raise UserError(f"{out} exists; expected a new file. Give --out another name")
     target = target or _ask("--target", "Target (hub id, directory or GGUF file)", DEFAULT_TARGET)
@@ -91,8 +92,8 @@ def init(
             f"{data} has {len(prompts)} rows with a prompt; expected at least 20 different ones, "
             "of which some are held out. Name another --data"
         )
-    if Path(target).expanduser().exists():
-        target = str(Path(target).expanduser().absolute())
+    if from_home(target).exists():
+        target = str(from_home(target).absolute())
     shapes = load_shapes(target, dtype=chosen.dtype, device="cpu")
     source = name.of(data_for(name.path, out))
     rows = report.kept if report.kept < ROWS_READ else None

@@ -1,6 +1,5 @@
 """The thread that verifies: drafts arrive, share the passes of one decode, and get verdicts."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -25,8 +24,9 @@ from decode.rules.coupled import Coupled
 from decode.rules.threshold import Threshold
 from draftsmith.edge.protocol import UP, VERSION, Message, ProtocolError, decode, encode
 from draftsmith.edge.sessions import Connection, EdgeText, Session, SessionBounds, Sessions
+from draftsmith.net.few_lines import server_logger
 
-logger = logging.getLogger(__name__)
+logger = server_logger(__name__)
 
 
 class ArrivedDrafts(Drafter):

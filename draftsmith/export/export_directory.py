@@ -23,6 +23,7 @@ from decode.base.artifact import (
     write_directory,
 )
 from decode.base.errors import UserError
+from decode.base.paths import fault_of
 from decode.drafters import Drafter
 from decode.model.loading import Target, load_target
 from decode.model.same_target import require_same_target
@@ -231,8 +232,10 @@ def _backbone_to_export(drafter: TrainedDrafter, options: ExportOptions, out: Pa
 
 def vacant(path: Path, option: str) -> Path:
     """Return the absolute path of an output. Raises UserError unless it is missing or an empty
-    directory."""
+    directory, and where it cannot be made."""
     path = Path(os.path.abspath(path))
+    if fault := fault_of(path):
+        raise UserError(f"{path} cannot be written: {fault}; give another {option}")
     if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path} exists, and nothing is overwritten; give another {option}")
     return path

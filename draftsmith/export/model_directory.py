@@ -16,6 +16,7 @@ import transformers
 
 from decode.base.artifact import MANIFEST, verify_directory, write_directory
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from draftsmith.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -153,7 +154,7 @@ def for_older_readers(directory: Path, dtype: str) -> None:
 def find_backbone(drafter: Path, target: str | None) -> Path:
     """Return the directory of such a drafter's target: `target`, else the one that its stage wrote.
     Raises UserError if it does not exist, is damaged or is not a complete model."""
-    backbone = Path(target).expanduser() if target else drafter.resolve().parent / "target"
+    backbone = from_home(target) if target else drafter.resolve().parent / "target"
     if not backbone.is_dir():
         raise UserError(
             f"{drafter} was trained together with its target, but {backbone} does not exist. It is "

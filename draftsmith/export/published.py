@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.model.loading import DTYPES, Target
 from decode.model.pretrained import require_all_shards
 from draftsmith.export.file_schema import DTYPE_NAMES, StoredTensor, require_none
@@ -67,7 +68,7 @@ class Checkpoint:
         a key that readers look up, and for a checkpoint that is quantised or has a separate
         embedding of its mask token.
         """
-        directory = Path(source).expanduser()
+        directory = from_home(source)
         if directory.is_dir():
             if revision is not None:
                 raise UserError(

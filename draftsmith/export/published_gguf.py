@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.model.gguf_file import read_header
 from decode.model.loading import Target
 from draftsmith.export.file_schema import FLOATS
@@ -31,7 +32,7 @@ class GGUFCheckpoint(Checkpoint):
     def of_file(cls, source: str, target: Target) -> "GGUFCheckpoint":
         """Open a file. Raises UserError if it is damaged, holds no block drafter or quantised
         weights, or has other rotary positions than the target."""
-        file = Path(source).expanduser()
+        file = from_home(source)
         read_header(file)
         import gguf
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from decode.base.paths import from_home
 from decode.base.strict import Strict
 from train.base.config_file import ConfigSource, read_mapping
 
@@ -108,5 +109,5 @@ def read_learn_config(path: Path) -> LearnConfig:
     base = Path(path).absolute().parent
     paths = ("records", "directory", "run", "drafter")
     return config.model_copy(
-        update={name: str(base / Path(getattr(config, name)).expanduser()) for name in paths}
+        update={name: str(base / from_home(getattr(config, name))) for name in paths}
     )

@@ -14,11 +14,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
+from draftsmith.net.few_lines import server_logger
 from draftsmith.net.limits import ServerLimits
 
 # Of connections. A request that cannot be read is answered with 400, and no line: a client could
 # fill the log. A filter stays when uvicorn sets up its loggers; a level does not.
-_LOG = logging.getLogger("uvicorn.error.connections")
+_LOG = server_logger("uvicorn.error.connections")
 _LOG.addFilter(lambda record: record.levelno >= logging.ERROR)
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
 _PARTS, _BYTES_PER_PART = 1024, 96

@@ -4,7 +4,6 @@ A thread of low priority learns in rounds (`train.online.learning`), by default 
 waits or runs. The decoding thread gets the weights of a kept round between two passes.
 """
 
-import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import torch
 from pydantic import Field, ValidationError
 
 from decode.base.errors import UserError, nearest
+from decode.base.paths import from_home
 from decode.base.registry import Choice
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
@@ -27,6 +27,7 @@ from decode.verification import Verification
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
+from draftsmith.net.few_lines import server_logger
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import DecodeRequest, Refusal, RowWatch
 from heads.kinds import HEADS
@@ -38,7 +39,7 @@ from train.online.learning import Online, Round
 from train.online.stream_progress import StreamProgress, Versions
 from train.settings.online_config import OnlineConfig
 
-logger = logging.getLogger(__name__)
+logger = server_logger(__name__)
 
 KEPT_VERSIONS = 2  # on disk
 KEPT_ROUNDS = 100  # in the saved progress
@@ -123,7 +124,7 @@ def open_learning_drafter(
     """The copy that learns and the drafter that decodes, from a drafter directory, or from the last
     version that an earlier service learnt from it. Raises UserError for a drafter that cannot
     learn, and for versions of another one."""
-    path, versions = Path(name).expanduser(), options.versions(target)
+    path, versions = from_home(name), options.versions(target)
     if not path.is_dir():
         raise UserError(
             f"the drafter {name!r} cannot learn; expected the directory of a small language model "
@@ -158,12 +159,16 @@ def open_learning_drafter(
     return learning.of_directory(path, target)
 
 
-def _is_bent(request: DecodeRequest) -> bool:
-    """Whether the target's distribution in a request's texts is not its own: a grammar masks it, a
-    penalty or a bias changes it, or the text goes on after its end."""
+def _bent_by(request: DecodeRequest) -> str | None:
+    """The first setting with which a request's texts do not follow the target's own distribution:
+    a grammar masks it, a penalty or a bias changes it, or the text goes on after its end. None:
+    they follow it."""
+    if request.ignore_eos:
+        return "ignore_eos"
     # How a token is drawn from that distribution does not change it.
     drawn = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    return request.ignore_eos or drawn != Sampling()
+    usual = vars(Sampling())
+    return next((name for name, value in vars(drawn).items() if value != usual[name]), None)
 
 
 class ServiceLearner(RowWatch):
@@ -203,7 +208,6 @@ class ServiceLearner(RowWatch):
         self._progress = StreamProgress(ranks=1)
         self._batcher: RequestBatcher  # set by `start`
         self._rounds = 0  # since the start of the service
-        self._left_out = 0  # texts that asked in vain
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._restore()
@@ -231,8 +235,8 @@ class ServiceLearner(RowWatch):
     def join(self, row: int, request: DecodeRequest) -> None:
         if not self.learning or not (request.store or self.options.source == "all"):
             return
-        if _is_bent(request):
-            self._left_out += 1
+        if bent := _bent_by(request):
+            self._batcher.metrics.not_learnt(bent)
         else:
             self.online.collector.join(row)
 
@@ -244,7 +248,6 @@ class ServiceLearner(RowWatch):
         return {
             "drafter_version": version,
             "learning_rounds": self._rounds,
-            "learning_left_out": self._left_out,
         }
 
     def observe(self, verification: Verification) -> None:
@@ -323,7 +326,7 @@ class ServiceLearner(RowWatch):
             return
         progress, online = self._progress, self.online
         provenance: dict[str, Any] = {
-            "start": str(Path(self.name).expanduser().resolve()),
+            "start": str(from_home(self.name).resolve()),
             "settings": self.options.config.model_dump(mode="json"),
         }
         progress.version, progress.served = online.version, online.collector.requests

@@ -1,13 +1,14 @@
 """What surrounds the routes: ids of requests, and paths that end with a slash."""
 
-import logging
 import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-logger = logging.getLogger(__name__)
+from draftsmith.net.few_lines import server_logger
+
+logger = server_logger(__name__)
 
 ID_HEADER = "x-request-id"
 _SANE_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)

@@ -11,6 +11,7 @@ has the same text however its file is named.
 """
 
 import glob
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decode.base.errors import UserError, nearest
+from decode.base.paths import from_home
 from train.data.file_sources import (
     PACKED,
     Array,
@@ -59,7 +61,7 @@ class SourceName(NamedTuple):
 
         def parted(name: str, mark: str) -> tuple[str, str | None]:
             path, _, part = name.rpartition(mark)
-            if not path or not part or "/" in part or (base_dir / Path(name).expanduser()).exists():
+            if not path or not part or "/" in part or (base_dir / from_home(name)).exists():
                 return name, None
             return path, part
 
@@ -80,11 +82,11 @@ def sources_of(names: list[str], base_dir: Path) -> Iterator[Source]:
     places = []
     for written in names:
         name = SourceName.parse(written, base_dir)
-        places.append((written, name, base_dir / Path(name.path).expanduser()))
+        places.append((written, name, base_dir / from_home(name.path)))
     files = Counter(path.name for _, _, path in places)
-    seen: set[tuple[Path, str | None, str | None]] = set()
+    seen: set[tuple[str, str | None, str | None]] = set()
     for written, name, path in places:
-        key = (path.resolve(), name.subset, name.split)
+        key = (os.path.realpath(path), name.subset, name.split)
         if key in seen:
             raise UserError(
                 f"{written} is named twice; expected each source once. To train on its rows more "

@@ -5,6 +5,7 @@ Of several processes the first one starts it, and all of them ask it.
 
 import importlib.util
 import json
+import os
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from decode.base.artifact import temporary
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
+from decode.base.paths import from_home
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
@@ -181,7 +183,7 @@ def _sigterm_raises() -> Iterator[None]:
 def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
     """directory: for the target, if it is neither a model directory nor a hub id."""
     name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
-    if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
+    if from_home(name).exists() or name.startswith(EMBEDDED_PREFIX):
         name, revision = str(model_directory(target, directory)), []
     return [
         # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.
@@ -195,10 +197,12 @@ def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
 
 
 def _llama_command(target: Target, longest: int, slots: int) -> list[str]:
-    file = target_gguf(target.name)
+    file, threads = target_gguf(target.name), cores()
+    # By itself it takes all physical cores, also those that this process may not use.
+    limited = ["-t", str(threads)] if threads < (os.cpu_count() or 1) else []
     return [
         str(llama_server_program()), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}",
-        "-np", str(slots), "-c", str(slots * min(longest + 1, target.max_positions)),
+        "-np", str(slots), "-c", str(slots * min(longest + 1, target.max_positions)), *limited,
     ]  # fmt: skip
 
 

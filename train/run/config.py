@@ -2,13 +2,13 @@
 `train.run.config_checks` then finds the settings that do not fit together."""
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 import train.settings  # noqa: F401  (has the settings of each kind of stage)
+from decode.base.paths import from_home
 from decode.base.registry import registered_names
 from decode.base.strict import Strict, kinds_of
 from decode.draw.sampling_config import SamplingConfig
@@ -232,7 +232,7 @@ class RunConfig(Strict):
 
     @property
     def run_dir(self) -> Path:
-        return Path(os.path.expanduser(self.output_dir)) / self.name
+        return from_home(self.output_dir) / self.name
 
 
 def schema_text() -> str:

@@ -2,6 +2,7 @@
 stage, and the last trained drafter once more, combined with an untrained drafter."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +21,7 @@ from decode.base.artifact import (
     write_directory,
 )
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.base.registry import Choice
 from decode.model.loading import Target
 from decode.opening.directory import (
@@ -285,10 +287,10 @@ def drift_of(spec: str) -> dict[str, float] | None:
     spec: the drafter's name or directory, as a user gives it. Returns None if its stage did not
     measure the drift.
     """
-    path = Path(spec).expanduser()
+    path = from_home(spec)
     first, plus, others = partition_drafters(spec)
     if plus:
         return drift_of(first) or drift_of(others)
-    if not (path / DRAFTER_FILE).exists():
+    if not os.path.exists(path / DRAFTER_FILE):
         return None
     return describe_drafter(path)["provenance"].get("drift")

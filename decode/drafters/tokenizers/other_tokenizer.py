@@ -2,13 +2,13 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.base.paths import from_home
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
@@ -63,7 +63,7 @@ class OtherTokenizerDrafter(SmallLMDrafter):
         """Loads the model and the tokenizer. spec: as for `load_model_and_tokenizer`, or the
         directory of a trained small language model. Raises UserError as `of_models`."""
         loaded = load_model_and_tokenizer(spec, dtype=dtype, device=str(target.device))
-        path = Path(spec).expanduser()
+        path = from_home(spec)
         reduced = load_vocabulary(path, loaded.model) if path.is_dir() else None
         return cls.of_models(
             loaded.model,

@@ -7,7 +7,6 @@ read at its end. Recording can fail; the answer has then been passed on all the 
 
 import asyncio
 import json
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from draftsmith.learn.record.upstream import Upstream, Upstreams
 from draftsmith.net.access import LOCAL, Guard, Paths, ip_address, media_type
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.body import BodyMemory, Held
+from draftsmith.net.few_lines import server_logger
 from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.net.limits import ServerLimits
 
@@ -52,7 +52,7 @@ HOP = frozenset(
 # Our server has answered `expect`, and the client's request writes the host of the engine.
 OURS = frozenset((b"host", b"expect"))
 
-log = logging.getLogger("draftsmith.record")
+log = server_logger("draftsmith.record")
 Headers = list[tuple[bytes, bytes]]
 
 

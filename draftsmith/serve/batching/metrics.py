@@ -71,6 +71,9 @@ class Metrics:
         self.lenience = self._gauge("lenience", "l of the verification rule; 1 if it has none")
         self.drafter_version = self._gauge("drafter_version", "version of the learnt drafter")
         self._rounds = self._counter("learning_rounds", "rounds of learning, by result", "result")
+        self._left_out = self._counter(
+            "learning_left_out", "texts that were not learnt from, by the setting", "setting"
+        )
         self._ended = self._counter(
             "request_success", "texts that ended, by reason", "finished_reason"
         )
@@ -120,6 +123,10 @@ class Metrics:
     def learnt(self, result: str) -> None:
         """Count a round of learning. result: kept, undone or failed."""
         self._rounds.labels(self._name, result).inc()
+
+    def not_learnt(self, setting: str) -> None:
+        """Count a text that a setting of its request keeps from learning."""
+        self._left_out.labels(self._name, setting).inc()
 
     def text(self) -> bytes:
         """All series, in the text format."""

@@ -3,7 +3,6 @@
 Other threads submit, cancel and change settings through a lock.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from decode.stats import Judged
 from decode.stop_strings import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
+from draftsmith.net.few_lines import server_logger
 from draftsmith.serve.batching.metrics import Metrics
 from draftsmith.serve.batching.next_texts import next_texts
 from draftsmith.serve.batching.requests import (
@@ -32,7 +32,7 @@ from draftsmith.serve.batching.requests import (
 )
 from draftsmith.serve.batching.speed import Speed
 
-logger = logging.getLogger(__name__)
+logger = server_logger(__name__)
 
 AHEAD = 256  # tokens past its prompt that a text has memory for when it begins
 

@@ -1,6 +1,5 @@
 """What is asked of the decoding thread, and what it answers."""
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +11,9 @@ from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
 from decode.stop_strings import StopStrings
+from draftsmith.net.few_lines import server_logger
 
-logger = logging.getLogger(__name__)
+logger = server_logger(__name__)
 
 Reason = Literal["full", "draining", "memory", "waited", "overran", "failed", "unread"]
 

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from decode.base.artifact import require_space, temporary
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures
 from train.data.batches import collate, inputs
@@ -119,7 +120,7 @@ def _vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
 
 def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack) -> Path | None:
     """The directory of the files. None: the first rank has it."""
-    above = None if config.directory is None else Path(config.directory).expanduser()
+    above = None if config.directory is None else from_home(config.directory)
     if config.launch is None:
         assert above is not None, "the config is checked"
         if not above.is_dir():
