@@ -117,6 +117,11 @@ def this_machine() -> tuple[str, Machine]:
     )
 
 
+def first_layers(depth: int) -> list[int]:
+    """A twelfth of a target's layers, the first ones, at least two."""
+    return list(range(min(depth, max(2, depth // 12))))
+
+
 @dataclass(frozen=True)
 class Starter:
     """A config to write. data: as it is named in the config. shapes: the target without weights.
@@ -174,9 +179,8 @@ class Starter:
 
     @property
     def layers(self) -> list[int]:
-        """A twelfth of the target's layers, the first ones, at least two."""
-        depth: int = self.shapes.model.config.get_text_config().num_hidden_layers
-        return list(range(min(depth, max(2, depth // 12))))
+        """The target's layers that a small language model starts from."""
+        return first_layers(self.shapes.model.config.get_text_config().num_hidden_layers)
 
     @property
     def heads(self) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
@@ -239,3 +240,36 @@ def test_costs_of_another_machine_are_used(
     Path("there.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="expected what `draftsmith forecast --json FILE`"):
         read_forecast(Path("there.json"))
+
+
+def test_kinds_that_the_config_lacks_are_forecast_beside_its_own(
+    base: Path,  # noqa: F811
+) -> None:
+    run = [str(write_run(base, 120)), "--minutes", "0", "--load", "1", "--lengths", "16"]
+    every = ["--kinds", "small_lm,medusa,eagle1", "stages.eagle1.heads.depth=2"]
+
+    def trained(*more: str) -> list[str]:
+        return [line["name"] for line in forecast(*run, *more)[0]["lines"] if line["trained"]]
+
+    found, said = forecast(*run, *every)
+    assert [line["name"] for line in found["lines"]] == ["heads", "eagle1", "small_lm"]
+    assert "medusa: the config has it already, as its stage heads" in said
+    planned = next(x for x in said.split("add this stage to the config: ")[1:] if "eagle1" in x)
+    stage = yaml.safe_load(planned[: planned.index("}}") + 2])
+    assert (stage["heads"]["depth"], stage["loop"]["max_steps"]) == (2, 4)
+    files = Path("runs/first-forecast/untrained/stages").glob("*/done.json")
+    made = {file: file.stat().st_mtime_ns for file in files}
+    # Without one of them, and with all of them again, nothing is made anew.
+    assert trained("--kinds", "small_lm") == ["heads", "small_lm"]
+    assert trained(*every) == ["heads", "eagle1", "small_lm"]
+    assert made == {file: file.stat().st_mtime_ns for file in made}
+
+    def refused(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["forecast", *run, *arguments])
+        assert done.exit_code == 2
+        return " ".join(done.output.split())
+
+    assert 'Did you mean "eagle1"' in refused("--kinds", "eagel1")
+    # Its drafter was made with another depth.
+    assert trained() == ["heads"]
+    assert "was started with other settings" in refused("--kinds", "eagle1")

@@ -9,7 +9,7 @@ import typer
 
 from decode.base.errors import UserError
 from draftsmith.cli.command import numbers, require_writable, table, write_json
-from train.base.config_file import read_config
+from draftsmith.forecast.kinds import read_with_kinds
 from train.base.console import quieten
 from train.run.config import parse_config
 
@@ -19,6 +19,10 @@ LOADS, LENGTHS = "1,8", "256"
 def forecast(
     config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    kinds: Annotated[
+        str | None,
+        typer.Option(help="also forecast these, such as small_lm,medusa,eagle1, with defaults"),
+    ] = None,
     minutes: Annotated[
         float, typer.Option(help="of the forecast; 0: only costs, of drafters that learnt nothing")
     ] = 15.0,
@@ -38,8 +42,9 @@ def forecast(
     The run's report later shows the forecast beside what came out.
     """
     require_writable(json_file)
-    source = read_config(config, overrides or [])
-    parse_config(source)  # before anything heavy is imported
+    # Before anything heavy is imported.
+    source, planned = read_with_kinds(config, overrides or [], kinds.split(",") if kinds else [])
+    parse_config(source)
     if surface is not None and (load or lengths):
         raise UserError("--surface has the loads and lengths of its file; leave out the others")
     loads, sizes = _positive(load or LOADS, "--load"), _positive(lengths or LENGTHS, "--lengths")
@@ -55,6 +60,8 @@ def forecast(
 
     quieten()
     reporter = Reporter()
+    for said in planned:
+        reporter.say(said)
     found = run(
         build_config(source),
         minutes=minutes,

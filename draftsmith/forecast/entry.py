@@ -32,13 +32,13 @@ from draftsmith.forecast.pilots import (
 )
 from draftsmith.forecast.worth import Worksite
 from train.base.provenance import describe_process
-from train.base.run_files import forecast_of
+from train.base.run_files import forecast_of, stage_directory
 from train.data.read import Example, spread
 from train.measure.evaluation import evaluate
 from train.report.format_figures import format_duration, format_machine
-from train.run.config import RunConfig
+from train.run.config import RunConfig, differences, dump_config
 from train.run.entry import begun
-from train.run.run import Splits
+from train.run.run import CONFIG, DONE, Splits
 
 OTHER_SHARES = (0.5, 2.0)  # of the data, for which tokens per step are forecast too
 
@@ -170,10 +170,31 @@ def _pilot(
     files = write_data(splits, rows, directory / f"data-{name}")
     place = directory / (name if bare else f"rows-{rows}")
     settings = pilot_config(config, files, rows / total, place, bare=bare)
-    with begun(settings, quiet=quiet) as run:
+    more = _has_other_stages(settings)
+    with begun(settings, quiet=quiet, allow_changes=more) as run:
         run.loaded = target
         run.execute()
         return read_pilot(run, rows, total)
+
+
+def _has_other_stages(config: RunConfig) -> bool:
+    """Whether the run began with other stages than now, and what it has of today's stages was made
+    with the same settings: then a forecast with more kinds, or fewer, keeps it."""
+    if not (file := config.run_dir / CONFIG).is_file():
+        return False
+    old, new = json.loads(file.read_text("utf-8")), dump_config(config)
+    begun = {stage["name"]: stage for stage in old["stages"]}
+    for number, stage in enumerate(config.stages):
+        directory = stage_directory(config.run_dir, stage.name, number)
+        if stage.name not in begun and directory.exists():  # of a forecast before the last one
+            done = directory / DONE
+            record = json.loads(done.read_text("utf-8")) if done.is_file() else {}
+            begun[stage.name] = record.get("settings")
+    kept = [stage for stage in new["stages"] if stage["name"] in begun]
+    for values, stages in ((old, [begun[stage["name"]] for stage in kept]), (new, kept)):
+        values["stages"] = stages
+        values["evaluation"]["stages"] = None
+    return not differences(old, new)
 
 
 def _judged(line: Line, measured: Sequence[tuple[int, PilotResult]], total: int) -> Line:
