@@ -23,6 +23,7 @@ LAYERS = {
     "eagle3": (LlamaConfig, 1),
     "peagle": (LlamaConfig, 2),
     "dflash": (Qwen3Config, 2),
+    "dflash2": (Qwen3Config, 2),
     "dspark": (Qwen3Config, 2),
     "xpress": (Qwen3Config, 2),
 }
