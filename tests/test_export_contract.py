@@ -69,7 +69,7 @@ HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
 SMALL_LMS = ("hf", "pard", "gguf")
 LAYOUTS = (*HEADS, *SMALL_LMS)
 # Our own directories have no table of tensors, and a target with its module is a layout of its own.
-ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf"}
+ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf", "speculators-mtp"}
 
 Change = Callable[[Path], Any]
 Made = Callable[[str], tuple[str | None, Target]]

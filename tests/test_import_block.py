@@ -255,16 +255,12 @@ def test_a_window_that_says_it_is_not_causal_is_read(tmp_path: Path, target: Tar
     assert (imported.settings or {})["window"] == 16
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [("mtp", "speculators stitch-mtp"), ("new", "not known")],
-)
 def test_other_types_of_the_library_speculators_are_refused_by_name(
-    kind: str, said: str, tmp_path: Path, target: Target
+    tmp_path: Path, target: Target
 ) -> None:
     published = z_lab()
-    published.config["speculators_model_type"] = kind
-    with pytest.raises(UserError, match=f"of type '{kind}'; .*{said}"):
+    published.config["speculators_model_type"] = "new"
+    with pytest.raises(UserError, match=r"of type 'new'; .*not known"):
         import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
 
 
