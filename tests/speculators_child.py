@@ -2,7 +2,9 @@
 PROGRESS`.
 
 JOB: {directory: where the target is, target: its name there, save: {directory: algorithm and
-options, with `ids` if its draft vocabulary is reduced}, load: {directory: file for its tensors}}.
+options, with `ids` if its draft vocabulary is reduced, and `target` for another one}, load:
+{directory: file for its tensors}, run: {directory: file}}. `run` is for drafters of multi-token
+prediction: the file has `input_ids` and `hidden_states`, and gets the `logits` of the first step.
 ANSWER: {classes: the class of each loaded drafter, settings: of each, as the library saves them}.
 """
 
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
@@ -23,6 +25,7 @@ LAYERS = {
     "eagle3": (LlamaConfig, 1),
     "peagle": (LlamaConfig, 2),
     "dflash": (Qwen3Config, 2),
+    "dflash2": (Qwen3Config, 2),
     "dspark": (Qwen3Config, 2),
     "xpress": (Qwen3Config, 2),
 }
@@ -33,7 +36,7 @@ def main(job_file: str, answer_file: str, _: str) -> None:
     # An export names its target by the last part of its path.
     os.chdir(job["directory"])
     for directory, options in job["save"].items():
-        save(directory, job["target"], **options)
+        save(directory, **({"target": job["target"]} | options))
     classes, settings = {}, {}
     for directory, file in job["load"].items():
         model = SpeculatorModel.from_pretrained(directory)
@@ -44,6 +47,10 @@ def main(job_file: str, answer_file: str, _: str) -> None:
         settings[directory] = json.loads(
             Path(f"{file}-saved", "config.json").read_text(encoding="utf-8")
         )
+    for directory, file in job.get("run", {}).items():
+        with torch.no_grad():
+            logits, *_ = SpeculatorModel.from_pretrained(directory)(**load_file(file))
+        save_file({"logits": logits[0].contiguous()}, file)
     Path(answer_file).write_text(
         json.dumps({"classes": classes, "settings": settings}), encoding="utf-8"
     )
@@ -52,18 +59,7 @@ def main(job_file: str, answer_file: str, _: str) -> None:
 def save(directory: str, target: str, algorithm: str, **options: Any) -> None:
     """Make a drafter with random weights as the library's trainer makes it, and save it."""
     base = AutoConfig.from_pretrained(target)
-    kind, count = LAYERS[algorithm]
-    layers = kind(
-        vocab_size=base.vocab_size,
-        hidden_size=base.hidden_size,
-        intermediate_size=2 * base.hidden_size,
-        num_hidden_layers=count,
-        num_attention_heads=base.num_attention_heads,
-        num_key_value_heads=base.num_key_value_heads,
-        head_dim=base.head_dim,
-        max_position_embeddings=base.max_position_embeddings,
-        pad_token_id=None,
-    )
+    layers = base if algorithm == "mtp" else layers_of(base, *LAYERS[algorithm])
     ids, maps = options.pop("ids", None), {}
     options["draft_vocab_size"] = base.vocab_size
     if ids is not None:
@@ -80,6 +76,21 @@ def save(directory: str, target: str, algorithm: str, **options: Any) -> None:
             if weight.requires_grad and "norm" in name:
                 weight += 0.1 * torch.randn_like(weight)
     model.save_pretrained(directory)
+
+
+def layers_of(base: Any, kind: Any, count: int) -> Any:
+    """The config of a drafter's layers, for a target of this config."""
+    return kind(
+        vocab_size=base.vocab_size,
+        hidden_size=base.hidden_size,
+        intermediate_size=2 * base.hidden_size,
+        num_hidden_layers=count,
+        num_attention_heads=base.num_attention_heads,
+        num_key_value_heads=base.num_key_value_heads,
+        head_dim=base.head_dim,
+        max_position_embeddings=base.max_position_embeddings,
+        pad_token_id=None,
+    )
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "eagle3-gguf": (EAGLE3, KEPT),
     "speculators": (EAGLE3, KEPT),
     "p_eagle": (P_EAGLE, KEPT),
+    "speculators-peagle": (P_EAGLE, KEPT),
     "dflash": (DFLASH, None),
     "dflash2": (DFLASH2, None),
     "dspark": (DSPARK, None),
@@ -68,7 +69,7 @@ HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
 SMALL_LMS = ("hf", "pard", "gguf")
 LAYOUTS = (*HEADS, *SMALL_LMS)
 # Our own directories have no table of tensors, and a target with its module is a layout of its own.
-ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf"}
+ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf", "speculators-mtp"}
 
 Change = Callable[[Path], Any]
 Made = Callable[[str], tuple[str | None, Target]]
@@ -204,6 +205,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
     "speculators": ("speculators", EAGLE3, None),
     "speculators, 3.1": ("speculators", NEWER3, KEPT),
     "p_eagle": ("p_eagle", P_EAGLE, None),
+    "speculators-peagle": (
+        "speculators-peagle",
+        P_EAGLE | {"embeddings": "trained", "norm_before_residual": True},
+        None,
+    ),
     "medusa, own": ("medusa", MEDUSA | {"layers": 2}, None),
     "dflash2, window": ("dflash2", DFLASH2 | {"window": 16}, None),
     "dflash-gguf, layer": ("dflash-gguf", DFLASH | {"layer": {"rms_norm_eps": 1e-5}}, None),
@@ -216,6 +222,7 @@ TRIPS = {layout: (layout, *HEADS[layout]) for layout in HEADS} | VARIANTS
 # Our captured layers are outputs, counted from 0; these readers count the layers that read them.
 READ: dict[str, tuple[str, list[int]]] = {
     "speculators": ("eagle_aux_hidden_state_layer_ids", [2, 3, 4]),
+    "speculators-peagle": ("eagle_aux_hidden_state_layer_ids", [2, 3, 4]),
     "speculators-dflash": ("aux_hidden_state_layer_ids", [1, 3]),
     "speculators-dspark": ("aux_hidden_state_layer_ids", [1, 3]),
     "eagle3-gguf": ("eagle3.target_layers", [2, 3, 4]),
@@ -495,6 +502,13 @@ FAULTS: dict[str, dict[str, Change]] = {
     },
     "p_eagle": {
         "pard_token is 304, but there is no such embedding": settings(pard_token=304),
+    },
+    "speculators-peagle": {
+        "speculators_config is {'algorithm': 'eagle3'": nested(
+            "speculators_config", algorithm="eagle3"
+        ),
+        "norm_output is True, expected False": settings(norm_output=True),
+        "embed_requires_grad is False": settings(embed_requires_grad=False),
     },
     "dflash": {
         "the target's layers are [0, 7], which is not valid": settings(

@@ -91,12 +91,13 @@ def test_p_eagle_needs_an_unused_token(tmp_path: Path, seven: Target) -> None:
 
 
 @pytest.mark.engine
-def test_vllm_accepts_what_p_eagle_drafts(tmp_path: Path, spare: Target) -> None:
+@pytest.mark.parametrize("form", ["vllm", pytest.param("speculators", marks=pytest.mark.thorough)])
+def test_vllm_accepts_what_p_eagle_drafts(form: str, tmp_path: Path, spare: Target) -> None:
     """To the token, after a round trip through an import, with trained embeddings."""
     needs("vllm")
     make_taught(tmp_path / "drafter", spare, P_EAGLE | {"embeddings": "trained"})
-    export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out", ExportOptions(gamma=3))
-    again = train_import(tmp_path, spare, "vllm", depth=3)
+    export_drafter(tmp_path / "drafter", form, tmp_path / "out", ExportOptions(gamma=3))
+    again = train_import(tmp_path, spare, form, depth=3)
     done = verify_export("vllm", task(spare, again))
     assert_same_counts(done)
     assert done.ours.accepted > 0.1 * done.ours.drafted

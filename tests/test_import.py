@@ -29,7 +29,11 @@ from tests.tiny import VOCAB, save_tiny
 
 # The indices of the hidden states that each layout reads.
 TAPS = {"eagle1": [-1], "eagle1_bias": [-1], "nemo_eagle3": [2, 4, 7]}
-FORMS = {"speculators_eagle3": "speculators", "eagle1_bias": "eagle1-sglang"}
+FORMS = {
+    "speculators_eagle3": "speculators",
+    "speculators_p_eagle": "speculators-peagle",
+    "eagle1_bias": "eagle1-sglang",
+}
 # What a published file may have beside what is exported: it follows from the rest.
 IMPLIED = ("embed_tokens.weight", "d2t", "t2d")
 
@@ -285,9 +289,10 @@ FAULTS: dict[str, dict[str, Change]] = {
         ),
     },
     "speculators_p_eagle": {
-        "pard_token is 304, expected the id of the embedding": config(mask_token_id=VOCAB + 4),
-        "pard_token is 9, which": config(mask_token_id=9),
+        "mask_token_id is 304, expected the id of the embedding": config(mask_token_id=VOCAB + 4),
+        "mask_token_id is 9, which": config(mask_token_id=9),
         "tensor mask_hidden is missing": without("mask_hidden"),
+        "config.json has pard_token, which": config(pard_token=VOCAB + 1),
     },
     "eagle1": {
         "differs from the target's embeddings in 2 of 300 rows": lambda made: made.tensors[

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ from tests.mtp_targets import change_tensors, save_mtp_target, write_qwen_gguf
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import finish_gguf, tiny_target
 from tests.training import assert_equal
+
+SPECULATORS = "speculators-mtp"
 
 
 def in_shards(directory: Path) -> None:
@@ -143,6 +147,89 @@ def test_what_cannot_be_given_back_is_refused(tmp_path: Path) -> None:
     change_tensors(directory, {"mtp.layers.3.norm.weight": torch.ones(2)})
     with pytest.raises(UserError, match=r"has mtp\.layers\.3\.norm\.weight, which"):
         import_drafter(str(directory), target, tmp_path / "again", ImportOptions())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_the_layout_of_the_library_speculators_comes_back(family: str, tmp_path: Path) -> None:
+    directory = save_mtp_target(tmp_path / "target", family)
+    target = load_target(str(directory))
+    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    export_drafter(tmp_path / "read", SPECULATORS, tmp_path / "out", ExportOptions(gamma=2))
+    stored, heads = tensors(tmp_path / "out"), read_heads(tmp_path / "read", target)
+    module = tensors(directory)
+    assert torch.equal(stored["mtp_layers.0.input_proj.weight"], module["mtp.fc.weight"])
+    back = reload_export(tmp_path / "out", check_export(tmp_path / "out"), target)
+    imported = import_drafter(str(tmp_path / "out"), target, tmp_path / "again")
+    assert (imported.layout, imported.depth) == (SPECULATORS, 2)
+    again = read_heads(tmp_path / "again", target)
+    for found in (getattr(back, "heads"), again):  # noqa: B009 (of another type)
+        assert_equal(dict(found.state_dict()), dict(heads.state_dict()))
+    assert str(tmp_path) not in (tmp_path / "out" / "config.json").read_text("utf-8")
+
+
+LAYER = "transformer_layer_config"
+# By what is said: the place in the config and its value, or a tensor.
+FAULTS: dict[str, tuple[str, Any]] = {
+    f"{LAYER}.rms_norm_eps is 0.001, expected 1e-06, the target's": (f"{LAYER}.rms_norm_eps", 1e-3),
+    f"{LAYER}.logit_scale is 2.0, expected None": (f"{LAYER}.logit_scale", 2.0),
+    f"{LAYER}.model_type is 'qwen3', expected 'qwen3_5_text'": (f"{LAYER}.model_type", "qwen3"),
+    "rms_norm_eps' expected": (f"{LAYER}.rms_norm_eps", "small"),
+    "num_nextn_predict_layers is 2, expected 1": ("num_nextn_predict_layers", 2),
+    "config.json has norm_output, which this import does not know": ("norm_output", True),
+    "input_proj.weight has shape [32, 32], expected [32, 64]": (
+        "mtp_layers.0.input_proj.weight",
+        torch.zeros(32, 32),
+    ),
+    "tensor mtp_layers.1.mlp.up_proj.weight is not expected": (
+        "mtp_layers.1.mlp.up_proj.weight",
+        torch.zeros(2),
+    ),
+    "differs from the target's embeddings in 300 of 300 rows": (
+        "embed_tokens.weight",
+        torch.zeros(300, 32),
+    ),
+}
+
+
+def test_a_fault_in_the_layout_of_the_library_speculators_is_named(tmp_path: Path) -> None:
+    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text")
+    target = load_target(str(directory))
+    import_drafter(str(directory), target, tmp_path / "read")
+    export_drafter(tmp_path / "read", SPECULATORS, tmp_path / "out")
+    for number, (said, (place, value)) in enumerate(FAULTS.items()):
+        broken = Path(shutil.copytree(tmp_path / "out", tmp_path / f"broken-{number}"))
+        if isinstance(value, torch.Tensor):
+            change_tensors(broken, {place: value})
+        else:
+            config = json.loads((broken / "config.json").read_text("utf-8"))
+            outer, _, key = place.rpartition(".")
+            (config[outer] if outer else config)[key] = value
+            (broken / "config.json").write_text(json.dumps(config), "utf-8")
+        with pytest.raises(UserError, match=re.escape(said)):
+            import_drafter(str(broken), target, tmp_path / "x")
+        assert not (tmp_path / "x").exists()
+        # The schema does not know the target.
+        is_targets = place in (f"{LAYER}.rms_norm_eps", f"{LAYER}.logit_scale")
+        assert is_targets or FORMATS[SPECULATORS].problems(broken)
+    ignored = ImportOptions(ignore_keys=f"{LAYER}.rms_norm_eps")
+    import_drafter(str(tmp_path / "broken-0"), target, tmp_path / "y", ignored)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "said"),
+    [
+        ("glm4_moe", 1, r"of the family glm4_moe, .* qwen3_5_moe_text\. Use --format mtp"),
+        ("glm4_moe", 2, "has 2 layers, and the library speculators reads modules of one"),
+    ],
+)
+def test_modules_that_the_library_speculators_cannot_read_are_refused(
+    family: str, layers: int, said: str, tmp_path: Path
+) -> None:
+    directory = save_mtp_target(tmp_path / "target", family, layers)
+    import_drafter(str(directory), load_target(str(directory)), tmp_path / "read")
+    with pytest.raises(UserError, match=said):
+        export_drafter(tmp_path / "read", SPECULATORS, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def trained(context: Any, **settings: Any) -> tuple[float, float]:

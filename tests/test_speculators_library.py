@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks import speculators
 from benchmarks.shared.child_job import run_job
+from decode.model.loading import Target, load_target
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
-from tests.export import KEPT, require_environment, save_target
-from tests.tiny import VOCAB
+from heads.heads_directory import read_heads
+from heads.layers.unrolled_attention import causal_attention
+from tests.export import KEPT, make_heads, require_environment, save_target
+from tests.mtp_targets import save_mtp_target
+from tests.tiny import VOCAB, save_tiny
 from train.engines.child_process import package_version
 
 LIBRARY, CHILD = "speculators", Path(__file__).with_name("speculators_child.py")
+FORM = "speculators-mtp"
 # A free id, for masks.
 BLOCK = {"mask_token_id": VOCAB + 1, "target_layer_ids": [1, 3]}
 REDUCED = {"ids": KEPT.tolist()}
@@ -40,7 +45,7 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "peagle": (
-        "p_eagle",
+        "speculators-peagle",
         {"algorithm": "peagle", "mask_token_id": VOCAB + 1, "num_depths": 4},
     ),
     "dflash": ("speculators-dflash", {"algorithm": "dflash", "block_size": 4, **BLOCK, **REDUCED}),
@@ -48,14 +53,16 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
         "speculators-dspark",
         {"algorithm": "dspark", "block_size": 3, "markov_rank": 8, **BLOCK},
     ),
+    "dflash2": (
+        "speculators-dflash2",
+        {"algorithm": "dflash2", "block_size": 4, "selector_rank": 8, "selector_top_k": 5, **BLOCK},
+    ),
     "xpress": (
         "speculators-xpress",
         {"algorithm": "xpress", "block_size": 4, "xpress_rank": 8, "num_jacobi_passes": 3}
         | {**BLOCK, **REDUCED},
     ),
 }
-# The library reads P-EAGLE in its own layout only; ours goes to vLLM.
-UNREAD = ("p_eagle",)
 # The target's tensors: the library saves or leaves them out, and fills them in when it loads.
 TARGETS = {"embed_tokens.weight", "lm_head.weight"}
 # The library holds these beside a drafter, to train it, and never saves them.
@@ -82,16 +89,78 @@ def test_saved_drafters_are_imported_exported_and_loaded(tmp_path: Path) -> None
         theirs, ours = tensors_in(tmp_path / name), tensors_in(tmp_path / f"{name}-export")
         assert theirs.keys() - TARGETS == ours.keys() - TARGETS, name
         assert_equal(theirs, ours)
-    read = [name for name, (form, _) in SAVED.items() if form not in UNREAD]
-    loaded = {str(tmp_path / f"{name}-export"): str(tmp_path / f"{name}.st") for name in read}
+    loaded = {str(tmp_path / f"{name}-export"): str(tmp_path / f"{name}.st") for name in SAVED}
     answer = run_job(LIBRARY, CHILD, base | {"save": {}, "load": loaded})
-    for name in read:
+    for name in SAVED:
         export = tmp_path / f"{name}-export"
         held, ours = load_file(tmp_path / f"{name}.st"), tensors_in(export)
         assert held.keys() - TARGETS == (ours.keys() - TARGETS) | TEACHER, name
         assert_equal(held, ours)
         assert answer["classes"][str(export)] == config_of(tmp_path / name)["architectures"][0]
         assert_same_settings(config_of(tmp_path / name), answer["settings"][str(export)])
+
+
+@pytest.mark.engine
+def test_modules_of_multi_token_prediction_compute_the_same_in_the_library(tmp_path: Path) -> None:
+    """Those that it saved, of each family, and one that we made for a family without modules."""
+    require_environment(
+        None if package_version(LIBRARY, LIBRARY) else "the library speculators is not installed",
+        "make engine-speculators",
+    )
+    saved, names = {}, ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    targets = {name: load_target(str(save_mtp_target(tmp_path / name, name))) for name in names}
+    for name in names:
+        saved[str(tmp_path / f"{name}-saved")] = {
+            **{"target": name, "algorithm": "mtp", "num_speculative_steps": 2},
+        }
+    run_job(LIBRARY, CHILD, {"directory": str(tmp_path), "target": "", "save": saved, "load": {}})
+    for name in names:
+        imported = import_drafter(
+            str(tmp_path / f"{name}-saved"), targets[name], tmp_path / f"{name}-drafter"
+        )
+        assert (imported.layout, imported.depth) == ("speculators-mtp", 2)
+    save_tiny(tmp_path / "qwen3", "qwen3")
+    targets["qwen3"] = load_target(str(tmp_path / "qwen3"))
+    make_heads(tmp_path / "qwen3-drafter", targets["qwen3"], {"type": "mtp", "depth": 2}, moved=0.2)
+    run, expected = {}, {}
+    ids = torch.tensor([[3, 17, 250, 9, 42, 5, 120, 77]])
+    for name, target in targets.items():
+        export, file = tmp_path / f"{name}-export", tmp_path / f"{name}.st"
+        export_drafter(tmp_path / f"{name}-drafter", FORM, export, ExportOptions(gamma=2))
+        with torch.no_grad():
+            states = target.model.model(ids).last_hidden_state
+            expected[name] = first_step(tmp_path / f"{name}-drafter", target, ids, states)
+        save_file({"input_ids": ids, "hidden_states": states}, file)
+        run[str(export)] = str(file)
+    load = {directory: f"{file}-loaded" for directory, file in run.items()}
+    job = {"directory": str(tmp_path), "target": "", "save": {}, "load": load, "run": run}
+    answer = run_job(LIBRARY, CHILD, job)
+    for name in targets:
+        export = tmp_path / f"{name}-export"
+        found = load_file(run[str(export)])["logits"][0]
+        torch.testing.assert_close(found, expected[name][: len(found)], rtol=1e-4, atol=1e-4)
+        ours, held = tensors_in(export), load_file(load[str(export)])
+        assert held.keys() - TARGETS == ours.keys()
+        assert_equal(held, ours)
+        if name != "qwen3":
+            assert_equal(tensors_in(tmp_path / f"{name}-saved"), ours)
+            assert tensors_in(tmp_path / f"{name}-saved").keys() == ours.keys()
+            assert_same_settings(
+                config_of(tmp_path / f"{name}-saved"), answer["settings"][str(export)]
+            )
+
+
+def first_step(
+    drafter: Path, target: Target, ids: torch.Tensor, states: torch.Tensor
+) -> torch.Tensor:
+    """[T − 1, V]: what heads of multi-token prediction say after each state and the next token.
+    ids: int64 [1, T]. states: [1, T, H]."""
+    heads: Any = read_heads(drafter, target)
+    heads.borrow(target.model)
+    positions = torch.arange(ids.shape[1] - 1)[None]
+    outputs = heads.step(states[:, :-1], ids[:, 1:], positions, causal_attention)
+    logits: torch.Tensor = heads.output.at(1, outputs)[0]
+    return logits
 
 
 def tensors_in(directory: Path) -> dict[str, torch.Tensor]:

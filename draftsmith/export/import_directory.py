@@ -24,11 +24,6 @@ from train.measure.evaluation import evaluate
 # Names that cards give to tokens per step. All count the token that the target adds to a draft.
 CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length", "accept_length")
 
-# The types of drafters of the library speculators that are not read, and what to do.
-UNREAD = {
-    "mtp": "put it back into its target with `speculators stitch-mtp`, and import the result",
-}
-
 
 @dataclass(frozen=True)
 class Imported:
@@ -174,10 +169,9 @@ def _layout_of(checkpoint: Checkpoint, form: str | None) -> Format:
     config = checkpoint.config
     kind = config.get(MODEL_TYPE)
     if kind is not None:
-        advice = UNREAD.get(kind, "such heads are not known here")
         raise UserError(
-            f"{checkpoint.source} is a drafter of the library speculators of type {kind!r}; "
-            f"{advice}"
+            f"{checkpoint.source} is a drafter of the library speculators of type {kind!r}; such "
+            "heads are not known here"
         )
     stated = {
         key: config[key] for key in ("architectures", "model_type", "auto_map") if key in config

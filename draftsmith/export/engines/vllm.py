@@ -19,7 +19,7 @@ class VLLM(Engine):
 
     formats = (
         *("hf", "pard", "medusa", "eagle1", "eagle3", "p_eagle", "speculators", "dflash"),
-        *("speculators-dflash", "mtp"),
+        *("speculators-peagle", "speculators-dflash", "mtp"),
     )
     unverified: ClassVar[dict[str, str]] = dict.fromkeys(
         ("dspark", "speculators-dspark", "dflash2", "speculators-dflash2", "speculators-xpress"),

@@ -227,6 +227,8 @@ class DFlashLayers(LayerFormat):
         if attention["use_swa"] and SLIDING not in (plain.get("layer_types") or ()):
             plain["layer_types"] = [SLIDING]
             plain["use_sliding_window"] = True
+        if plain.get("num_target_layers") == 0:  # Model Optimizer's, trained from stored states
+            del plain["num_target_layers"]
         if attention["swa_window_size"] is not None:
             plain["sliding_window"] = attention["swa_window_size"]
         plain["is_causal"] = _is_causal(contents)

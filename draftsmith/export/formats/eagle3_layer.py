@@ -219,14 +219,6 @@ def expected_inputs(config: dict[str, Any]) -> dict[str, Any]:
     return {LAYER_IDS: are_inputs, NESTED: {LAYER_IDS: config[LAYER_IDS]}}
 
 
-def flat_settings(contents: dict[str, Any], outer: Iterable[str]) -> dict[str, Any]:
-    """Return the settings of a layer from the config of the library speculators, with those of
-    `outer` that stand beside them."""
-    layer = contents.get(LAYER_CONFIG)
-    settings = {key: contents[key] for key in outer if key in contents}
-    return settings | (layer if isinstance(layer, dict) else {})
-
-
 def speculators_keys(*others: str) -> Keys:
     """The keys of a published config of the library speculators. others: of one kind of heads."""
     return {
@@ -251,9 +243,15 @@ class Speculators(Eagle3):
     `transformer_layer_config` has the layer's settings. `speculators_config` has the algorithm, γ
     and the target: its hub id, or the name of its directory if it has none. The config names the
     captured layers. Both readers capture the input of the named layer.
+
+    algorithm: the library's name of the kind. outer_keys: the settings outside of the layer's.
+    trains_embeddings: whether the library trains the embeddings in the file further.
     """
 
     name = "speculators"
+    algorithm: ClassVar[str] = "eagle3"
+    outer_keys: ClassVar[tuple[str, ...]] = OUTER_KEYS
+    trains_embeddings: ClassVar[bool] = False
     sglang = None
     holds_windows = True
     architecture = "Eagle3DraftModel"
@@ -261,7 +259,7 @@ class Speculators(Eagle3):
     published_keys = speculators_keys()
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.config.get(MODEL_TYPE) == "eagle3"
+        return checkpoint.config.get(MODEL_TYPE) == self.algorithm
 
     def published_config(
         self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
@@ -292,30 +290,31 @@ class Speculators(Eagle3):
 
     def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
         return {
-            "architectures": config["architectures"],
-            MODEL_TYPE: "eagle3",
+            MODEL_TYPE: self.algorithm,
             "speculators_version": VERSION,
-            "speculators_config": speculators_config("eagle3", job),
-            LAYER_CONFIG: {key: x for key, x in config.items() if key not in OUTER_KEYS},
-            **{key: x for key, x in config.items() if key in OUTER_KEYS[:-1]},
-            "embed_requires_grad": False,
+            SPECULATORS: speculators_config(self.algorithm, job),
+            LAYER_CONFIG: {key: x for key, x in config.items() if key not in self.outer_keys},
+            **{key: x for key, x in config.items() if key in self.outer_keys},
+            "embed_requires_grad": self.trains_embeddings,
             "dtype": config["dtype"],
         }
 
     def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
-        return flat_settings(contents, OUTER_KEYS)
+        layer = contents.get(LAYER_CONFIG)
+        settings = {key: contents[key] for key in self.outer_keys if key in contents}
+        return settings | (layer if isinstance(layer, dict) else {})
 
     def setting_problems(self, contents: dict[str, Any]) -> list[str]:
         expected = {
-            MODEL_TYPE: "eagle3",
+            MODEL_TYPE: self.algorithm,
             "speculators_version": VERSION,
-            "speculators_config": lambda x: is_speculators_config(x, "eagle3"),
+            SPECULATORS: lambda x: is_speculators_config(x, self.algorithm),
             LAYER_CONFIG: lambda x: isinstance(x, dict),
-            "embed_requires_grad": False,
+            "embed_requires_grad": self.trains_embeddings,
             "dtype": lambda x: x == (contents.get(LAYER_CONFIG) or {}).get("dtype"),
         }
         problems = key_problems(expected, contents, "config.json")
-        return problems + extra_key_problems([*expected, *OUTER_KEYS], contents, "config.json")
+        return problems + extra_key_problems([*expected, *self.outer_keys], contents, "config.json")
 
 
 FORMATS.register("speculators")(Speculators())

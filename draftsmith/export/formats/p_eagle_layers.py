@@ -5,7 +5,8 @@ EAGLE-3's, the others read H and have `input_layernorm` only. `mask_hidden` [1, 
 unknown features. In the embeddings, `embed_tokens.weight` [V, H], the row of `pard_token` stands
 for unknown tokens. No text contains this token. The other rows are the target's, or trained.
 
-Published drafters also name this token `mask_token_id` (library speculators) or `ptd_token_id`.
+Published drafters also name this token `mask_token_id` or `ptd_token_id`. `speculators_p_eagle` has
+the layout of the library speculators.
 """
 
 from typing import Any, ClassVar
@@ -18,25 +19,19 @@ from decode.model.loading import Target
 from draftsmith.export.file_schema import is_count
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
 from draftsmith.export.formats.eagle3_layer import (
-    LAYER_CONFIG,
     MASK_HIDDEN,
     MODEL_TYPE,
-    OUTER_KEYS,
     ROWS,
     Eagle3,
     expected_inputs,
     features_table,
-    flat_settings,
     has_stand_in,
     named_inputs,
     output_option,
-    speculators_keys,
 )
 from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
-    LAYER_KEYS,
-    NESTED,
     captured_count,
     mask_problems,
 )
@@ -45,17 +40,19 @@ from draftsmith.export.published import Checkpoint
 from heads.p_eagle_heads import PEagleDrafter
 
 MASK_EMBEDDING, TABLE = "mask_embedding", "embeddings.weight"
-MASK_TOKEN, RESIDUAL = "pard_token", "norm_before_residual"
+RESIDUAL = "norm_before_residual"
 # The names of the stand-in's token in published configs, in vLLM's order.
-MASK_TOKENS = ("mask_token_id", MASK_TOKEN, "ptd_token_id")
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Settings of EAGLE-3 that these heads do not have.
 UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc")
 
 
 class PEagle(Eagle3):
-    """vLLM needs `parallel_drafting` in its speculative_config to read it."""
+    """vLLM needs `parallel_drafting` in its speculative_config to read it. mask_token: the name of
+    the stand-in's token in the config."""
 
     layer = "layers.0"
+    mask_token: ClassVar[str] = "pard_token"
     name = "p_eagle"
     kinds = ("p_eagle",)
     vllm = {"method": "eagle3", "parallel_drafting": True}
@@ -65,12 +62,11 @@ class PEagle(Eagle3):
     depth_option = "tokens"
     published_keys: ClassVar[Keys] = {
         **Eagle3.published_keys,
-        **speculators_keys(*MASK_TOKENS, *LAYER_KEYS, NESTED),
+        "": (*Eagle3.published_keys[""], *MASK_TOKENS),
     }
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        is_named = checkpoint.config.get(MODEL_TYPE) == "peagle"
-        return is_named or has_stand_in(checkpoint.names)
+        return MODEL_TYPE not in checkpoint.config and has_stand_in(checkpoint.names)
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         options = heads.options
@@ -79,20 +75,18 @@ class PEagle(Eagle3):
         return config | named_inputs(options.captured_layers)
 
     def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
-        return config | {MASK_TOKEN: _mask_token(heads, job.loaded_target)}
+        return config | {self.mask_token: mask_token(heads, job.loaded_target)}
 
     def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
-        counts = (ROWS, "num_hidden_layers", MASK_TOKEN)
+        counts = (ROWS, "num_hidden_layers", self.mask_token)
         expected: dict[str, Any] = dict.fromkeys(counts, is_count)
         expected |= {RESIDUAL: True} if RESIDUAL in config else {}
         return expected | expected_inputs(config)
 
     def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
-        """Also of the library speculators, and under any name of the stand-in's token."""
-        if LAYER_CONFIG in contents:
-            contents = flat_settings(contents, (*OUTER_KEYS, *MASK_TOKENS))
+        """Under any name of the stand-in's token."""
         named = [contents[name] for name in MASK_TOKENS if contents.get(name) is not None]
-        return contents | ({MASK_TOKEN: named[0]} if named else {})
+        return contents | ({self.mask_token: named[0]} if named else {})
 
     def layer_count(self, contents: dict[str, Any]) -> int:
         count: Any = contents.get("num_hidden_layers")
@@ -109,25 +103,24 @@ class PEagle(Eagle3):
         ]
         if not config[RESIDUAL]:
             del config[RESIDUAL]
-        token: Any = contents.get(MASK_TOKEN)
+        token: Any = contents.get(self.mask_token)
         rows: Any = contents.get("vocab_size")
         if not is_count(token) or (is_count(rows) and token >= rows):
             problems.append(
-                f"config.json: {MASK_TOKEN} is {token!r}, expected the id of the embedding that "
-                f"stands for unknown tokens (it may also be named {MASK_TOKENS[0]} or "
-                f"{MASK_TOKENS[2]})"
+                f"config.json: {self.mask_token} is {token!r}, expected the id of the embedding "
+                "that stands for unknown tokens"
             )
         if MASK_HIDDEN in tensors:  # In some files it has fewer dimensions.
             tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
-        config |= {"num_hidden_layers": self.layer_count(contents), MASK_TOKEN: token}
+        config |= {"num_hidden_layers": self.layer_count(contents), self.mask_token: token}
         return config, problems
 
     def target_problems(
         self, contents: dict[str, Any], tensors: dict[str, Tensor], target: Target
     ) -> list[str]:
         """The embeddings may be trained, so they stay."""
-        token: Any = contents.get(MASK_TOKEN)
-        return mask_problems(MASK_TOKEN, token, target) if is_count(token) else []
+        token: Any = contents.get(self.mask_token)
+        return mask_problems(self.mask_token, token, target) if is_count(token) else []
 
     def state(self, heads: Any, target: Target) -> dict[str, Tensor]:
         """With all embeddings, as they are written."""
@@ -135,7 +128,7 @@ class PEagle(Eagle3):
         if TABLE not in state:
             stand_in = state.pop(MASK_EMBEDDING)
             table = _target_table(target).to(stand_in, copy=True)
-            table[_mask_token(heads, target)] = stand_in
+            table[mask_token(heads, target)] = stand_in
             state[TABLE] = table
         return state
 
@@ -150,15 +143,16 @@ class PEagle(Eagle3):
         ]
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
-        if config[MASK_TOKEN] >= config["vocab_size"]:
-            return [f"{MASK_TOKEN} is {config[MASK_TOKEN]}, but there is no such embedding"]
+        token = config[self.mask_token]
+        if token >= config["vocab_size"]:
+            return [f"{self.mask_token} is {token}, but there is no such embedding"]
         return super().value_problems(config, weights)
 
     def options(
         self, config: dict[str, Any], state: dict[str, Tensor], target: Target
     ) -> dict[str, Any]:
         """Without trained embeddings, the stand-in alone stays in the state."""
-        token = config[MASK_TOKEN]
+        token = config[self.mask_token]
         named = {"layers": config["num_hidden_layers"], RESIDUAL: config.get(RESIDUAL, False)}
         named |= output_option(state)
         targets = _target_table(target).cpu().to(state["fc.weight"].dtype)
@@ -183,7 +177,7 @@ def _target_table(target: Target) -> Tensor:
     return target.model.get_input_embeddings().weight.detach()
 
 
-def _mask_token(heads: Any, target: Target) -> int:
+def mask_token(heads: Any, target: Target) -> int:
     token: int | None = heads.options.mask_token
     return free_token(target) if token is None else token
 

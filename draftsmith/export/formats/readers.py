@@ -68,6 +68,7 @@ READERS: dict[str, dict[str, Reads]] = {
     "dflash2-gguf": {"llama-server": Reads("11434", ran="11434")},
     "speculators": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
     "p_eagle": {"vllm": Reads("0.32", ran="0.32")},
+    "speculators-peagle": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
     "dflash": {"vllm": Reads("0.32", ran="0.32"), "sglang": Reads("0.5.23", note="not on a CPU")},
     "speculators-dflash": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
     "dspark": {"vllm": Reads("0.32", note=_GPU)},
@@ -76,6 +77,7 @@ READERS: dict[str, dict[str, Reads]] = {
     "speculators-dflash2": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
     "speculators-xpress": {"vllm": Reads("0.33", note=_GPU), "speculators": Reads("0.9")},
     "mtp": {"vllm": Reads("0.32", ran="0.32")},
+    "speculators-mtp": {"speculators": Reads("0.9")},
     "mtp-gguf": {"llama-server": Reads("11434", note="Qwen3.5 only", ran="11434")},
     "draftsmith": {},
 }
