@@ -11,7 +11,7 @@ from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
 from decode.loop.decoding import Decoder
-from decode.loop.parts import Part, make_policy, make_rule, make_shape, plans_by_costs, room
+from decode.loop.parts import Part, make_policy, make_rule, make_shape, plans_by_costs
 from decode.model.generation_config import decoder_processors
 from decode.model.loading import Target
 from decode.rules import default_rule
@@ -101,7 +101,7 @@ class DecodeSettings:
         # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         depth = decoder.policy.max_depth
-        width = room(decoder.drafter, depth) + 1  # with what is read behind the nodes
+        width = decoder.drafter.max_nodes(depth) + 1
         trees = decoder.drafter.branches
         costs = measure_costs(plain, [prompt], max_depth=depth, max_width=width, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs

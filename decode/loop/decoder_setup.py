@@ -11,7 +11,7 @@ from decode.drafters import Drafter, NoDrafter
 from decode.draw.logits import LogitsProcessor
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
-from decode.loop.parts import Part, Parts, room
+from decode.loop.parts import Part, Parts
 from decode.loop.rows import RowSettings
 from decode.model.cache.cached_model import PASS_TOKENS, CachedLM
 from decode.model.cache.prefix_cache import PrefixCache
@@ -119,7 +119,7 @@ class Setup:
         """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
         near its end is still fed a draft as deep as the others."""
         end = min(length + max_new_tokens, self.lm.max_positions)
-        return end + room(self.drafter, self.policy.max_depth)
+        return end + self.drafter.max_nodes(self.policy.max_depth)
 
     def affordable_slots(self, rows: int, length: int) -> int:
         """How many slots to allocate from the start for each row, for texts of `length`

@@ -212,14 +212,10 @@ class CachedLM(CachedRows):
                 None if columns is None else to_device(columns, self.device),
                 self.captured_layers,
             )
-        self.take_features(features)
-        return logits
-
-    def take_features(self, features: Mapping[int, Tensor]) -> None:
-        """The hidden states of the tokens that were placed last, [B, n, H] of each layer."""
         self.features = features
         if self.kept_layers:
             self.slots.keep_states([features[layer] for layer in self.kept_layers])
+        return logits
 
     def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""
@@ -240,16 +236,6 @@ class CachedLM(CachedRows):
         """One pass over the last committed token of each text and the N nodes of its draft: logits
         [B, N+1, V]. counts: int [B], how many of these tokens each row feeds, 0 for none; one row
         feeds some. None: its draft."""
-        return self.feed(contexts, draft, counts=counts)
-
-    def feed(
-        self,
-        contexts: Contexts,
-        draft: Draft,
-        columns: np.ndarray | None = None,
-        counts: np.ndarray | None = None,
-    ) -> Tensor:
-        """The pass of `verify`. columns: as for `forward`; column 0 is the last committed token."""
         counts = draft.sizes + 1 if counts is None else counts
         start = contexts.lengths - 1
         ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
@@ -257,14 +243,12 @@ class CachedLM(CachedRows):
             self._rewind(self.states, start, settle=True)
             counts = None  # the rule says how far each row goes back
         if draft.is_chain:
-            return self.forward(ids, start, columns=columns, counts=counts)
+            return self.forward(ids, start, counts=counts)
         # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        return self.forward(
-            ids, start, columns=columns, counts=counts, depth_BN=depth, ancestors_BNM=ancestors
-        )
+        return self.forward(ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
