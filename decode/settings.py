@@ -11,7 +11,7 @@ from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
 from decode.loop.decoding import Decoder
-from decode.loop.parts import Part, make_policy, make_rule, make_shape, plans_by_costs, room
+from decode.loop.parts import Part, make_policy, make_rule, make_shape, plans_by_costs
 from decode.model.generation_config import decoder_processors
 from decode.model.loading import Target
 from decode.rules import default_rule
@@ -28,7 +28,6 @@ class DecodeSettings:
         trees. policy None: `fixed`. shape None: the drafter's own shape. A tree that is named here
         or stored with its drafter is drafted in full, unless the policy's options set `max_depth`.
     draft_temperature: the temperature of the drafter, if different.
-    exact_bits: as for `Decoder`.
 
     Raises UserError for settings that are unknown, out of range or incompatible. Loads nothing.
 
@@ -43,7 +42,6 @@ class DecodeSettings:
     policy: Part | None = None
     shape: Part | None = None
     draft_temperature: float | None = None
-    exact_bits: bool = True
 
     def __post_init__(self) -> None:
         policy, draft_sampling = self.make_policy(), self.draft_sampling
@@ -101,7 +99,7 @@ class DecodeSettings:
         # One level of a tree takes one pass of the drafter, like one token of a chain.
         plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         depth = decoder.policy.max_depth
-        width = room(decoder.drafter, depth) + 1  # with what is read behind the nodes
+        width = decoder.drafter.max_nodes(depth) + 1
         trees = decoder.drafter.branches
         costs = measure_costs(plain, [prompt], max_depth=depth, max_width=width, trees=trees)
         return self._decoder(target, drafter, costs, stop), costs
@@ -120,7 +118,6 @@ class DecodeSettings:
             policy=self.policy_for(drafter, costs),
             processors=decoder_processors(target.model, target.eos_token_ids),
             stop=stop,
-            exact_bits=self.exact_bits,
         )
 
     def shaped(self, drafter: Drafter, costs: Costs | None = None) -> Drafter:
@@ -148,7 +145,6 @@ class DecodeSettings:
             "shape": None if self.shape is None else str(Choice.of(self.shape)),
             "sampling": self.sampling.numbers,
             "draft_temperature": self.draft_temperature,
-            "exact_bits": self.exact_bits,
         }
 
 

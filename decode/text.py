@@ -72,7 +72,7 @@ class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
     drafter: a `Drafter`, a smaller model with the target's vocabulary, a name for `open_drafter`,
-    or None: plain decoding. gamma, rule, policy, exact_bits: as for `Decoder`. shape: a shape, or
+    or None: plain decoding. gamma, rule, policy: as for `Decoder`. shape: a shape, or
     its name with options in the format of `Choice`. Only some drafters take a shape. eos_token_ids:
     the ids that end a text. Default: the ids in the tokenizer and the model's configs.
     prefix_cache_bytes: a prompt that begins like an earlier one, such as the next turn of a chat,
@@ -98,7 +98,6 @@ class SpeculativeGenerator:
         shape: Part | Shape | None = None,
         eos_token_ids: Sequence[int] | int | None = None,
         prefix_cache_bytes: int | None = None,
-        exact_bits: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.eos_token_ids = _eos(model, tokenizer)
@@ -121,7 +120,6 @@ class SpeculativeGenerator:
             "rule": rule,
             "policy": policy,
             "prefixes": self.prefixes,
-            "exact_bits": exact_bits,
         }
         self.decoded: Decoded | None = None
         self._turn = OneAtATime("this generator")

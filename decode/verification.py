@@ -113,7 +113,7 @@ class Verification(Outcome, Verdict):
     number: the number of the pass. 0 is the prefill: the verification of an empty draft.
     depths: int [B], the max depth allowed for each draft. drafted: int [B], nodes drafted.
         nodes_by_depth: int [B, D'], how many of them at depth 1, 2, ….
-    fed: tokens that the target computed, of all rows, with the probes of the drafter, and with
+    fed: tokens that the target computed, of all rows, with
         padding where its forward pads. draft_steps: how deep the drafter
         went. A small language model takes this number of passes; other drafters may take fewer.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.

@@ -181,7 +181,7 @@ class PassDrafter(SelfDrafter):
     verification reads the last token again.
 
     This is one of two passes per step, as in the paper's algorithm. Look-ahead tokens are not fed
-    behind the nodes of a draft; `heads.in_tree` does that.
+    behind the nodes of a draft.
 
     Raises UserError for a shape deeper than k + 1.
     """

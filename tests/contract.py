@@ -39,7 +39,6 @@ from decode.rules import RULES
 from decode.shapes import SHAPES, Chain, Shape
 from decode.shapes.static import Static
 from heads.heads_directory import new_heads
-from heads.in_tree import InTreeDrafter
 from heads.kinds import HEADS
 from heads.options import HeadOptions
 from tests.lossless import (
@@ -103,7 +102,6 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"type": "eagle3", "steps": 3, "output_rank": 3},
     "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
     "pass": {"type": "pass", "tokens": 2},
-    "in_tree": {"type": "pass", "tokens": 3},
     # Any token may be the mask: what is drafted then is worse, not wrong.
     "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0], "mask_token": 2},
     "dspark": {"type": "dspark", "layers": 1, "block": 3, "taps": [0], "mask_token": 2, "rank": 4},
@@ -148,7 +146,7 @@ def heads_on(lm: Any, kind: str, vocab: int, shape: Shape | None = None) -> Draf
     made.init_weights(lm)
     moved(made, 0.2, seed=5, which=lambda name, _: not name.startswith("output."))
     made.borrow(lm)
-    build: Any = InTreeDrafter if kind == "in_tree" else DRAFTERS[kind]
+    build: Any = DRAFTERS[kind]
     found: Drafter = build(made, vocab, shape)
     return found
 
@@ -257,7 +255,7 @@ HEAD_RECIPES: dict[str, Callable[[Case], Drafter]] = {
     "eagle1 tree": lambda case: heads_drafter("eagle1", static(), case),
     "dflash": lambda case: heads_drafter("dflash", None, case),
     "kangaroo": lambda case: heads_drafter("kangaroo", static(), case),
-    "in tree": lambda case: heads_drafter("in_tree", static(), case),
+    "pass": lambda case: heads_drafter("pass", static(), case),
     "heads with windows": lambda case: heads_drafter("eagle1", static(), case).with_window(WINDOW),
     "blocks with windows": lambda case: heads_drafter("dflash", None, case).with_window(WINDOW),
     "heads, then lookup": lambda case: HorizontalCascade(
@@ -265,9 +263,6 @@ HEAD_RECIPES: dict[str, Callable[[Case], Drafter]] = {
     ),
     "medusa, then a model": lambda case: HorizontalCascade(
         heads_drafter("medusa", None, case), small_lm(case=case), depth=2
-    ),
-    "lookup, then in tree": lambda case: CompositeDrafter(
-        [NgramDrafter(), heads_drafter("in_tree", None, case)]
     ),
 }
 # Those that need a layer between the first and the last.

@@ -21,7 +21,6 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
-from heads.in_tree import InTreeDrafter
 from heads.kinds import HEADS
 from heads.options import HeadOptions
 from tests.contract import HEAD_OPTIONS, RoutedByFirst
@@ -62,7 +61,7 @@ def headed(kind: str, shape: Shape | None = None) -> Build:
             for parameter in heads.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)
         move(heads).borrow(target)
-        drafter: Any = InTreeDrafter if kind == "in_tree" else DRAFTERS[kind]
+        drafter: Any = DRAFTERS[kind]
         built: Drafter = drafter(heads, VOCAB, shape)
         return built
 
@@ -116,7 +115,7 @@ def test_a_step_with_a_chain_reads_once(rule: str) -> None:
 
 # Others have the draft of one of these.
 @pytest.mark.parametrize(
-    "kind", ["medusa", "eagle1", "p_eagle", "in_tree", "dspark", "dflash2", "kangaroo"]
+    "kind", ["medusa", "eagle1", "p_eagle", "pass", "dspark", "dflash2", "kangaroo"]
 )
 def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
     require_waits(headed(kind), 1)

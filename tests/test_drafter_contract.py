@@ -43,7 +43,6 @@ from tests.tiny import VOCAB, padded, save_tiny, tiny_model, tiny_target, tiny_t
 GROUPS_WITH_HEADS = [
     "heads, then lookup",
     "medusa, then a model",
-    "lookup, then in tree",
     "heads with windows",
     "blocks with windows",
 ]

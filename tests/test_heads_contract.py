@@ -52,7 +52,7 @@ from tests.training import assert_equal
 
 kinds = pytest.mark.parametrize("kind", HEAD_OPTIONS)
 # Those that draft through the target, and those that select among candidates.
-DRAFT_OTHERWISE = ("pass", "in_tree", "kangaroo", "dflash2")
+DRAFT_OTHERWISE = ("pass", "kangaroo", "dflash2")
 # One of each way to train: with noise, on drawn depths, on drawn anchors, through the target.
 # `test_what_is_trained_is_what_is_drafted` has all kinds.
 TRAINED = ("eagle1", "p_eagle", "dspark", "kangaroo")
@@ -115,7 +115,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
         # One kind for each way to draft. `eagle1`, `dflash` and `dspark` have laws further below.
         ("hydra_plus", "spectr", "independent"),
         ("eagle3", "traversal", "distinct"),
-        ("in_tree", "block", None),
+        ("pass", "block", None),
         ("dflash2", "multi_round", "distinct"),
         ("kangaroo", "traversal", "distinct"),
         *(
@@ -173,7 +173,7 @@ def saved_and_opened(kind: str, place: Path) -> tuple[Target, Any, Any]:
     return target, heads, open_drafter(str(place), target)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
+@pytest.mark.parametrize("kind", HEAD_OPTIONS)
 def test_stored_heads_come_back(kind: str, tmp_path: Path) -> None:
     """With all weights and the draft vocabulary."""
     target, heads, stored = saved_and_opened(kind, tmp_path / "heads")
@@ -205,7 +205,6 @@ def test_stored_heads_fit_other_forms_of_their_target(kind: str, tmp_path: Path)
     [
         kind if kind in TRAINED else pytest.param(kind, marks=pytest.mark.thorough)
         for kind in HEAD_OPTIONS
-        if kind != "in_tree"
     ],
 )
 def test_a_stage_trains_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

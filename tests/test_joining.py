@@ -233,7 +233,7 @@ def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.Monke
     assert widths[0] < widths[1] <= 60 < widths[2]
 
 
-@pytest.mark.parametrize("kind", ["chain", "skip tree", "eagle1 tree", "in tree"])
+@pytest.mark.parametrize("kind", ["chain", "skip tree", "eagle1 tree", "pass"])
 def test_rows_go_on_while_prompts_are_read_in_parts(kind: str) -> None:
     """Several wait at once; the shorter ones overtake the longest, and one is given up."""
     which = decoder(recipe(kind), sampling=SAMPLED, eos_token_ids=())

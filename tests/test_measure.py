@@ -670,7 +670,6 @@ def test_a_lossy_rule_and_other_sampling_are_told() -> None:
         rule={"name": "lenience", "lenience": 0.5},
         sampling=Sampling(0.8, min_p=0.02, repetition_penalty=1.1),
         draft_temperature=0.5,
-        exact_bits=False,
         max_new_tokens=8,
         timed_prompts=1,
         timed_tokens=8,
@@ -682,7 +681,6 @@ def test_a_lossy_rule_and_other_sampling_are_told() -> None:
     assert shown["lossless"] is False
     assert shown["sampling"]["min_p"] == 0.02
     assert shown["draft_temperature"] == 0.5
-    assert shown["exact_bits"] is False
     assert (shown["kernels"]["forward"], shown["kernels"]["exact_bits"]) == ("lean", False)
     assert shown["vs_generate"]["value"] > 0
 

@@ -9,14 +9,12 @@ import torch
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
 from decode.model.cache.slot_memory import SlotStates
 from decode.model.cache.slots import Slots
 from decode.settings import EvaluationProtocol
-from decode.shapes import Chain
 from decode.text import SpeculativeGenerator
 from tests.contract import decoder, recipe
 from tests.tiny import VOCAB, finish, tiny_model, tiny_target
@@ -78,19 +76,14 @@ def test_a_wrong_beginning_is_seen() -> None:
         assert turns(which) != expected
 
 
-@pytest.mark.parametrize("kind", ["eagle1 tree", "dflash", "in tree, then eagle1"])
+@pytest.mark.parametrize("kind", ["eagle1 tree", "dflash"])
 def test_kept_hidden_states_are_those_that_the_target_computes(kind: str) -> None:
     """Of a prompt and of its answer, where drafts were rejected."""
-    drafter: Any
-    if kind == "in tree, then eagle1":
-        drafter = CompositeDrafter([recipe("in tree").with_shape(Chain()), recipe("eagle1")])
-        reading = drafter.drafters[1]
-    else:
-        drafter = reading = recipe(kind)
+    drafter: Any = recipe(kind)
 
     def read(which: Decoder, prompt: list[int]) -> torch.Tensor:
         which.decode([prompt], NEW)
-        states: torch.Tensor = reading.states[0, : len(prompt)].clone()
+        states: torch.Tensor = drafter.states[0, : len(prompt)].clone()
         return states
 
     known = PrefixCache()

@@ -148,52 +148,6 @@ def test_token_ids_are_those_of_the_decode_whole_and_in_a_stream(service: Runnin
     assert [token for piece in pieces for token in piece] == expected
 
 
-def test_the_best_texts_are_those_whose_tokens_are_likeliest(client: Any) -> None:
-    prompts = ["The dog", "She sells"]
-    body: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 9, "seed": 4, "temperature": 1}
-    drawn = client.completions.create(**body, n=4, logprobs=0).choices
-    best = client.completions.create(**body, n=2, best_of=4)
-    mean = {id(x): sum(x.logprobs.token_logprobs) / len(x.logprobs.tokens) for x in drawn}
-    expected = [
-        choice.text
-        for first in (0, 4)
-        for choice in sorted(drawn[first : first + 4], key=lambda x: -mean[id(x)])[:2]
-    ]
-    assert [choice.text for choice in best.choices] == expected
-    assert expected != [drawn[i].text for i in (0, 1, 4, 5)]
-    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
-    assert all(choice.logprobs is None for choice in best.choices)
-    assert best.usage.completion_tokens == sum(len(x.logprobs.tokens) for x in drawn)
-
-
-def test_a_text_may_begin_with_its_prompt(client: Any) -> None:
-    ids = target().tokenizer(" sells", add_special_tokens=False)["input_ids"]
-    for prompts, said in ((["A dog  ", "She"], ["A dog  ", "She"]), ([ids, ids], [" sells"] * 2)):
-        body: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 9, "temperature": 0}
-        texts = [choice.text for choice in client.completions.create(**body, stop="q").choices]
-        echoed = client.completions.create(**body, stop="q", echo=True).choices
-        pieces = ["", ""]
-        for chunk in client.completions.create(**body, stop="q", echo=True, stream=True):
-            pieces[chunk.choices[0].index] += chunk.choices[0].text
-        expected = [one + text for one, text in zip(said, texts, strict=True)]
-        assert [choice.text for choice in echoed] == pieces == expected
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"echo": True, "logprobs": 0}, "echo"),
-        ({"n": 3, "best_of": 2}, "best_of"),
-        ({"best_of": 2, "stream": True}, "best_of"),
-        ({"best_of": 1000}, "best_of"),
-    ],
-)
-def test_echo_and_best_of_that_cannot_be_given(fields: Any, param: str, client: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model=MODEL, prompt="a", **fields)
-    assert refused.value.param == param
-
-
 def test_a_stop_string_cuts_text_and_entries(client: Any, service: Running) -> None:
     text = words(alone(target(), SAID, 40))
     stop = text[21:24]

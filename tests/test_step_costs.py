@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 
+from benchmarks.shared.step_costs import step_cost
 from decode.drafters import DRAFTERS, Drafter
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward import few_rows
@@ -15,7 +16,6 @@ from heads.heads_directory import make_ready
 from tests.contract import moved_heads
 from tests.export import require_environment
 from tests.tiny import as_target, tiny_model
-from train.measure.step_costs import step_cost
 
 SIZES = {"hidden": 64, "heads": 2, "kv_heads": 1, "vocab": 320}
 PROMPT = list(range(5, 25))

@@ -20,6 +20,7 @@ from benchmarks.shared.decode_contestants import (
     Passes,
     makers,
 )
+from benchmarks.shared.step_costs import WARM_UP, step_cost
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
@@ -36,7 +37,6 @@ from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
 from train.measure.machine import Limit, product_speed, read_speed
 from train.measure.same_text import identical
-from train.measure.step_costs import WARM_UP, step_cost
 from train.measure.time_passes import finish, pass_seconds
 
 T = TypeVar("T")

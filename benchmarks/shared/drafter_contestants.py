@@ -122,8 +122,6 @@ def trained_drafters(run: Path) -> list[Contestant]:
         )
         turns = replace(row, kind="A+B", name=f"ngram+{row.name}", spec=f"ngram+{directory}")
         contestants += [row, turns]
-        if kind == "pass":
-            contestants.append(of_parts(row, "in_tree", "in_tree:drafter={}"))
         if file == last_small:
             contestants += cascades_of(row)
         if file == combined:

@@ -21,7 +21,6 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.probes import Probes
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.loading import Target
 from decode.shapes import Shape
@@ -32,9 +31,9 @@ class Drafter(ABC):
     """Base class of drafters.
 
     Order of the calls in one decode: attach → start → observe → prefill →
-    (draft → probes → observe)*, with keep_rows and add_rows in between. `probes` also in passes for
-    which another drafter drafted. If passes without drafts come first, `observe` is called more
-    than once before `prefill`. If all rows have left and others come, `start` follows again.
+    (draft → observe)*, with keep_rows and add_rows in between. If passes without drafts come first,
+    `observe` is called more than once before `prefill`. If all rows have left and others come,
+    `start` follows again.
 
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.model.hidden_states`). They come from the target's normal passes.
@@ -105,11 +104,6 @@ class Drafter(ABC):
         """The max number of nodes in one row's draft. For trees it can be more than `gamma`."""
         return gamma
 
-    def room(self, nodes: int, gamma: int) -> int:
-        """The max number of slots that a row's draft of at most `nodes` nodes takes, with the
-        probes behind them, for drafts at most `gamma` deep."""
-        return nodes
-
     def describe_drafts(self, max_depth: int | None = None) -> str:
         """A short description of its drafts, such as `chain`. max_depth: None: not limited."""
         return "tree" if self.branches else "chain"
@@ -148,12 +142,6 @@ class Drafter(ABC):
 
         `q` must be the distribution that the tokens were really drawn from.
         """
-
-    def probes(self, max_depth: int) -> Probes | None:
-        """Inputs that the target reads behind the draft of this pass, whichever drafter made it.
-        In `observe` they have their states, to draft the next tokens from. max_depth: no draft is
-        deeper. None: the target reads the draft only."""
-        return None
 
     def observe(self, verification: Verification) -> None:
         """Receives every pass once: after `start` the prefill (the verification of an empty draft),

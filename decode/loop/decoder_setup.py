@@ -11,7 +11,7 @@ from decode.drafters import Drafter, NoDrafter
 from decode.draw.logits import LogitsProcessor
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
-from decode.loop.parts import Part, Parts, room
+from decode.loop.parts import Part, Parts
 from decode.loop.rows import RowSettings
 from decode.model.cache.cached_model import PASS_TOKENS, CachedLM
 from decode.model.cache.prefix_cache import PrefixCache
@@ -52,9 +52,6 @@ class Setup:
     observers: called with every verification pass except the prefill, after the drafter.
     prefill_tokens: how many tokens of prompts a pass reads, over all rows. Longer prompts take
         several passes, so no pass has a mask or activations for all of a long prompt.
-    exact_bits: in 16 bits on a CPU, chains get the logits of plain decoding to the bit, also where
-        another order of sums is faster (`CachedLM.keeps_bits`). If False, they are equal up to
-        rounding. Ignored if the model is a `CachedLM`, which has its own.
     prefixes: keys and values of earlier texts, for prompts that begin like them, and the hidden
         states that the drafter reads. None: every prompt is read completely.
     first_target: the prefill pass yields the first token, so every draft follows a token of the
@@ -85,7 +82,6 @@ class Setup:
         stop: Stop | None = None,
         observers: Sequence[Observer] = (),
         prefill_tokens: int = PASS_TOKENS,
-        exact_bits: bool = True,
         prefixes: PrefixCache | None = None,
         first_target: bool = True,
     ) -> None:
@@ -96,9 +92,7 @@ class Setup:
         parts.require_sampling([(self.sampling, self.draft_sampling)])
         require_fits(lambda x: x >= 1, "at least 1", prefill_tokens=prefill_tokens)
         cached = isinstance(model, CachedLM)
-        self.lm = (
-            model if cached else CachedLM(model, pass_tokens=prefill_tokens, exact_bits=exact_bits)
-        )
+        self.lm = model if cached else CachedLM(model, pass_tokens=prefill_tokens)
         self.vocab_size = self.lm.vocab_size
         parts.require_target(self.lm, self.vocab_size)
         self.use(parts)
@@ -119,7 +113,7 @@ class Setup:
         """How many slots a prompt of `length` tokens and its answer need. In a ragged batch, a row
         near its end is still fed a draft as deep as the others."""
         end = min(length + max_new_tokens, self.lm.max_positions)
-        return end + room(self.drafter, self.policy.max_depth)
+        return end + self.drafter.max_nodes(self.policy.max_depth)
 
     def affordable_slots(self, rows: int, length: int) -> int:
         """How many slots to allocate from the start for each row, for texts of `length`

@@ -66,8 +66,8 @@ class Parts:
 
     @property
     def draft_room(self) -> int:
-        """`Drafter.room` for the depths of the policy."""
-        return room(self.drafter, self.policy.max_depth)
+        """The max number of slots that one row's draft takes."""
+        return self.drafter.max_nodes(self.policy.max_depth)
 
     def require_sampling(self, drawn: Iterable[tuple[Sampling, Sampling]]) -> None:
         """Raises UserError if the rule cannot judge the drafts for rows whose text and whose draft
@@ -98,11 +98,6 @@ class Parts:
                 "If the tokenizers are the same and only the padding differs, open the drafter by "
                 "its name (`open_drafter`)"
             )
-
-
-def room(drafter: Drafter, gamma: int) -> int:
-    """The max number of slots that one row's draft takes, with the drafter's probes."""
-    return drafter.room(drafter.max_nodes(gamma), gamma)
 
 
 def require_no_encoder(drafter: Drafter | type[Drafter], name: str) -> None:

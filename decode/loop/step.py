@@ -19,7 +19,6 @@ from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, compacted
 from decode.loop.start import start_drafter
 from decode.loop.waiting_rows import WaitingRows
-from decode.model.cache.probes import Probes
 from decode.model.features import Features
 from decode.rules import Rule, used_rule
 from decode.rules.exact import ExactMatch
@@ -152,19 +151,19 @@ class RunningRows:
         self._passes += 1
         rows.rng.at_lengths(contexts.lengths)
         depths, waits = self._depths(most)
-        draft, probes = self._draft(depths)
+        draft = self._draft(depths)
         clock.mark("draft")
         counts = draft.sizes + 1
         if waits is not None:
             counts = np.where(waits, 0, counts)
             counts[0] += waits.all()  # a pass feeds something
-        verdict = self._verified(draft, probes, counts)
+        verdict = self._verified(draft, counts)
         lost = verdict.lost & (draft.sizes > 0)
         if lost.any():
             # The keys of a drafted token may not be finite, and no mask hides those. So other
             # tokens are fed in the place of the draft.
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
-            verdict = self._verified(draft, probes, counts)
+            verdict = self._verified(draft, counts)
         lengths = contexts.lengths
         outcome = self._commit(rows, verdict, self._passes, waits)
         before, features = self._features, self._kept_features(verdict, outcome)
@@ -211,25 +210,22 @@ class RunningRows:
             )
         return np.where(waits, 0, depths), waits
 
-    def _verified(self, draft: Draft, probes: Probes | None, counts: np.ndarray) -> Verdict:
+    def _verified(self, draft: Draft, counts: np.ndarray) -> Verdict:
         """Feed a draft to the target, as `CachedLM.verify` does, and let the rule judge it."""
         setup, rows = self.setup, self.rows
-        if probes is not None:
-            logits = probes.verify(setup.lm, rows.contexts, draft, counts)
-        else:
-            logits = setup.lm.verify(rows.contexts, draft, counts)
+        logits = setup.lm.verify(rows.contexts, draft, counts)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
         return Verdict.read(draft, scores, decided(self._rule(), draft, scores, rows.rng))
 
-    def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
-        """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""
+    def _draft(self, depths: np.ndarray) -> Draft:
+        """The draft of each row, at most depths[b] deep, int [B]."""
         if depths.any():
             try:
                 return self._ask_drafter(depths)
             except Exception as error:
                 self._drafter_raised(error)
-        return Draft.none(len(depths), self.setup.lm.device), None
+        return Draft.none(len(depths), self.setup.lm.device)
 
     def _drafter_raised(self, error: Exception) -> None:
         """With `on_error`, no text ends because the drafter raises: it begins anew after the
@@ -239,7 +235,7 @@ class RunningRows:
         logger.exception("the drafter fails and begins anew")
         self._failed = True
 
-    def _ask_drafter(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
+    def _ask_drafter(self, depths: np.ndarray) -> Draft:
         setup = self.setup
         if not self._drafted:
             # Not earlier: a policy may decode a complete text without a draft.
@@ -253,7 +249,7 @@ class RunningRows:
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
-        return draft, setup.drafter.probes(policy.max_depth)
+        return draft
 
     def _rule(self) -> Rule:
         """The rule for the running rows. Exact match serves only if all are greedy."""

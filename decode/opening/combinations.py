@@ -33,6 +33,7 @@ BY_LABEL = "give each drafter a label with routed:drafters=[…],labels=[…]"
 COMBINATIONS: Registry[type[Combination]] = Registry(
     "combination of drafters",
     gone={
+        "in_tree": "name the directory of the pass heads: it drafts with a pass of its own",
         "measured": "A+B asks the drafters in turn, and was as fast",
         "routed:by": f"leave it out; {BY_LABEL}",
         "routed:examples": BY_LABEL,

@@ -250,17 +250,10 @@ class DecodeOptions(Drafting):
             "the drafter, else a chain"
         ),
     ] = None
-    exact_bits: Annotated[
-        bool,
-        typer.Option(
-            help="in 16 bits on a CPU: logits of chains have the bits of plain decoding; doctor "
-            "says what that costs"
-        ),
-    ] = True
 
     @property
     def settings(self) -> dict[str, Any]:
-        named = {"rule": self.rule, "shape": self.shape, "exact_bits": self.exact_bits}
+        named = {"rule": self.rule, "shape": self.shape}
         return super().settings | named
 
 

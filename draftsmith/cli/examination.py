@@ -40,7 +40,7 @@ from train.measure.machine import (
     dtype_speeds,
     read_speed,
 )
-from train.measure.time_passes import exact_bits_cost, pass_seconds, prefill_seconds, weight_bytes
+from train.measure.time_passes import pass_seconds, prefill_seconds, weight_bytes
 
 # Packages that are used if they are installed.
 OPTIONAL = (
@@ -64,14 +64,11 @@ SMALL_LLAMA: dict[str, Any] = {
 CONTEXT, WIDTHS = 100, (1, 5, 10, 33)
 # Longer texts before a pass, if the target reads them in this number of seconds.
 LONG_CONTEXTS, LONG_READ = (1000, 4000), 5.0
-CHAIN = 10  # tokens of the pass that shows what exact bits cost
 PREFILL, SHORT_PREFILL = 512, 128
 TURNS, BUDGET, LONG_BUDGET = 15, 5.0, 2.0
 DECODED = 16  # tokens of the plain decode that is timed
 # A plain pass with a smaller share of the machine's limit is not limited by memory alone.
 FAST = 0.67
-# Exact bits that make a pass so much longer are worth a line.
-DEAR = 1.03
 # These items must succeed; the others only inform.
 NEEDED = ("lossless", "target", "passes", "prefill", "plain")
 
@@ -158,7 +155,7 @@ def examine(
 
 def _examine_target(examination: Examination, model: Any) -> None:
     add, figures = examination.add, examination.figures
-    kernels = add("kernels", lambda: describe_kernels(CachedLM(model)))
+    add("kernels", lambda: describe_kernels(CachedLM(model)))
     speed, products = figures.get("read_bytes_per_second"), figures.get("dtypes")
     limit = None
     if speed and products and (of := products.get(dtype_name(model.dtype))):
@@ -170,12 +167,9 @@ def _examine_target(examination: Examination, model: Any) -> None:
     prefill = add("prefill", lambda: _prefill(CachedLM(model), longest))
     reads = LONG_READ * prefill["tokens_per_second"] if prefill else 0
     reads = min(reads, CachedLM(model).max_positions - max(WIDTHS))
-    contexts = [context, *(number for number in LONG_CONTEXTS if number <= reads)]
-    for number in contexts[1:]:
+    for number in (number for number in LONG_CONTEXTS if number <= reads):
         longer = partial(_passes, CachedLM(model), number, limit, LONG_BUDGET)
         add(f"passes_{number}", longer)
-    if kernels and kernels["exact_bits"]:
-        add("exact_bits", lambda: _exact_bits(CachedLM(model), contexts[-1]))
     add("plain", lambda: _plain(model))
 
 
@@ -244,12 +238,6 @@ def _passes(lm: CachedLM, context: int, limit: Limit | None, budget: float) -> l
     ]
 
 
-def _exact_bits(lm: CachedLM, context: int) -> dict[str, Any]:
-    """cost: the cost of a pass with exact bits, in passes without them."""
-    cost = exact_bits_cost(lm, context, CHAIN, turns=TURNS, budget=LONG_BUDGET)
-    return {"context": context, "fed": CHAIN, "cost": cost}
-
-
 def _prefill(lm: CachedLM, longest: int) -> dict[str, Any]:
     tokens = min(longest, lm.max_positions)
     seconds = prefill_seconds(lm, tokens, turns=3, budget=BUDGET)
@@ -268,8 +256,8 @@ def _plain(model: Any) -> dict[str, Any]:
 
 
 def conclusions(examination: Examination) -> list[str]:
-    """What the figures mean, in up to seven lines."""
-    parts = (_on_lossless, _on_kernels, _on_bits, _on_passes, _on_limits, _on_gpus, _on_load)
+    """What the figures mean, in up to six lines."""
+    parts = (_on_lossless, _on_kernels, _on_passes, _on_limits, _on_gpus, _on_load)
     lines = [part(examination) for part in parts]
     return [line for line in lines if line]
 
@@ -312,16 +300,6 @@ def _on_kernels(examination: Examination) -> str:
     elif target["dtype"] == "float32":
         line += " This CPU has no products in bfloat16: float32 is right here."
     return line
-
-
-def _on_bits(examination: Examination) -> str:
-    bits = examination.figures.get("exact_bits")
-    if bits is None or bits["cost"] <= DEAR:
-        return ""
-    return (
-        f"Exact bits make a pass over {bits['fed']} tokens after {bits['context']:,} tokens "
-        f"{bits['cost'] - 1:.0%} longer: use --no-exact-bits if texts may differ by rounding."
-    )
 
 
 def _on_passes(examination: Examination) -> str:

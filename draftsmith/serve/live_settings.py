@@ -106,7 +106,6 @@ class Settings:
             "lossy": self.lossy,
             "sampling": decode.sampling.numbers,
             "draft_temperature": decode.draft_temperature,
-            "exact_bits": decode.exact_bits,
             "learning": self.learner is not None and self.learner.learning,
         }
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
 from decode.stop_strings import AnswerText
-from decode.text_stream import decode
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
@@ -78,9 +76,6 @@ class Running:
         self._texts = [
             AnswerText(tokenizer, asked.stops, shown=shown, keep_blank=ruled) for _ in self.choices
         ]
-        self._echoes = [_text_of(tokenizer, x) for x in asked.echoed for _ in range(asked.texts)]
-        # By choice: the sum of its tokens' log-probabilities.
-        self._likelihoods = [0.0] * len(self.choices)
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
@@ -94,7 +89,7 @@ class Running:
             deliver,
             asked.stops,
             asked.ignore_eos,
-            0 if asked.likeliest is None and asked.kept < asked.texts else asked.likeliest,
+            asked.likeliest,
             asked.draftsmith.trace,
             asked.store,
             asked.draftsmith.label,
@@ -140,9 +135,6 @@ class Running:
             piece.tokens = self._tokens[index].take(self._lengths[index], ended=ended)
         if ended and text.stopped is not None:
             piece.reason, piece.stop = "stop", text.stopped
-        self._likelihoods[index] += sum(entry.logprob for entry in new.logprobs)
-        if self._echoes and piece.generated == len(new.tokens):
-            piece.text = self._echoes[index] + piece.text
         return piece
 
     async def _collected(self, answer: ApiAnswer) -> list[Piece]:
@@ -162,19 +154,6 @@ class Running:
                     texts[text.index] = text.joined(end)
         return texts
 
-    def _best(self, texts: list[Piece]) -> list[Piece]:
-        """Of each prompt, the texts whose tokens are likeliest in the mean, as many as asked for,
-        the likeliest first."""
-        kept, drawn = self._asked.kept, self._asked.texts
-        if kept == drawn:
-            return texts
-
-        def mean(text: Piece) -> float:
-            return self._likelihoods[text.index] / text.generated if text.generated else -math.inf
-
-        prompts = (texts[first : first + drawn] for first in range(0, len(texts), drawn))
-        return [x for of in prompts for x in sorted(of, key=mean, reverse=True)[:kept]]
-
     async def answer(self, request: Request, answer: ApiAnswer) -> ASGIApp:
         """The answer, whole or as events."""
         working = self._stream(answer) if self._asked.stream else self._whole(answer)
@@ -187,7 +166,7 @@ class Running:
 
     async def _whole(self, answer: ApiAnswer) -> Response:
         """The complete answer. A long one is written in a thread."""
-        texts = self._best(await self._collected(answer))
+        texts = await self._collected(answer)
 
         def write() -> Response:
             content, headers = to_json(answer.whole(texts)), lossy_header(answer.lossy)
@@ -204,11 +183,6 @@ class Running:
         events = _events_of(answer, await anext(pieces), pieces)
         headers = EVENT_HEADERS | lossy_header(answer.lossy)
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-def _text_of(tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> str:
-    """A prompt as text: as it was given, or that of its ids without special tokens."""
-    return prompt if isinstance(prompt, str) else decode(tokenizer, prompt)
 
 
 async def _events_of(

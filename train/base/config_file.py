@@ -34,6 +34,11 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
     ),
     "source": ("target", "leave it out; the target runs over the text"),
     "logprobs": (None, "leave it out; a teacher_cache stage runs the target over the text"),
+    "exact_bits": (
+        True,
+        "leave it out; in 16 bits chains have the bits of plain decoding where the layers run in "
+        "C++, which costs no time",
+    ),
     "replay": (None, "leave it out; an online stage learns from judged drafts"),
 }
 

@@ -101,31 +101,6 @@ def pass_seconds(
     return dict(zip(widths, seconds, strict=True))
 
 
-def exact_bits_cost(
-    lm: CachedLM, context: int, width: int, *, turns: int, budget: float = math.inf
-) -> float:
-    """The time of a pass over `width` tokens of a chain with exact bits (`CachedLM.keeps_bits`),
-    divided by its time without them, in turns. Arguments and errors as for `pass_seconds`."""
-    ids, start = _random_ids(lm, context + width), np.array([context])
-
-    def one_pass(exact: bool) -> None:
-        lm.exact_bits = exact
-        lm.forward(ids[:, context:], start)
-
-    before = lm.exact_bits
-    with torch.inference_mode():
-        lm.reset(1, ids.shape[1])
-        _read(lm, ids[:, :context])
-        exact, free = seconds_by_turns(
-            [functools.partial(one_pass, True), functools.partial(one_pass, False)],
-            turns=turns,
-            budget=budget,
-            device=lm.device,
-        )
-    lm.exact_bits = before
-    return exact / free
-
-
 def prefill_seconds(lm: CachedLM, tokens: int, *, turns: int, budget: float = math.inf) -> float:
     """Seconds of a prefill of one prompt of `tokens` tokens. turns, budget: as for
     `seconds_by_turns`. Raises UserError as `pass_seconds` does."""

@@ -142,9 +142,6 @@ class EvaluationConfig(Strict):
     """How the target draws text."""
     draft_temperature: float | None = Field(None, ge=0)
     """The temperature of the drafter. None: the target's temperature."""
-    exact_bits: bool = True
-    """In 16 bits on a CPU, chains get the logits of plain decoding to the bit. False: up to
-    rounding, which is faster on some CPUs after long texts (`draftsmith doctor` measures it)."""
     max_new_tokens: int = Field(64, ge=2)
     """The length limit of an answer in tokens, for the acceptance run over all prompts."""
     batch_size: int = Field(16, ge=1)
@@ -176,7 +173,6 @@ class EvaluationConfig(Strict):
             policy=self.policy,
             shape=self.shape if trained else None,
             draft_temperature=self.draft_temperature,
-            exact_bits=self.exact_bits,
             max_new_tokens=self.max_new_tokens,
             batch_size=self.batch_size,
             timed_prompts=self.timed_prompts,

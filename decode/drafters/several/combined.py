@@ -19,7 +19,6 @@ from decode.drafters import Drafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.probes import Probes
 from decode.shapes import Shape
 from decode.tree_nodes import first_equal, pack, renumbered
 from decode.verification import Verification
@@ -67,14 +66,6 @@ class Group(Drafter):
 
     def max_depth(self, gamma: int) -> int:
         return max(drafter.max_depth(gamma) for drafter in self.drafters)
-
-    def room(self, nodes: int, gamma: int) -> int:
-        return max(drafter.room(nodes, gamma) for drafter in self.drafters)
-
-    def probes(self, max_depth: int) -> Probes | None:
-        # Those of the first one that has some: a second one drafts without them.
-        each = (drafter.probes(max_depth) for drafter in self.drafters)
-        return next((probes for probes in each if probes is not None), None)
 
     def attach(self, lm: CachedLM) -> None:
         for drafter in self.drafters:

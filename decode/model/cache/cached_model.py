@@ -18,7 +18,7 @@ from decode.model.cache.cached_rows import CachedRows
 from decode.model.cache.long_read import LongRead
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
-from decode.model.forward.attention_mask import LONGEST_CHAIN, AttentionMask
+from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import Forward, prepare, refresh_packed
 from decode.model.forward.sublayers import Sublayers, changed_forward
@@ -61,8 +61,7 @@ class CachedLM(CachedRows):
     It runs the model in its prepared form (`decode.model.forward.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.model.hidden_states`).
     Each forward stores them in `features`, [B, n, H], and in `fed` how many tokens it computed,
-    over all rows, with its padding. pass_tokens: see `read`. exact_bits: keep the bits of plain
-    decoding in chains also where that takes longer; see `keeps_bits`. trial: it serves a trial
+    over all rows, with its padding. pass_tokens: see `read`. trial: it serves a trial
     (`decode.model.trials`), so it needs none itself. forward: what runs the model; None: its
     prepared form. watch: called before the attention of each layer, with the layer's number and the
     arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
@@ -78,11 +77,10 @@ class CachedLM(CachedRows):
         *,
         captured_layers: Sequence[int] = (),
         pass_tokens: int = PASS_TOKENS,
-        exact_bits: bool = True,
         trial: bool = False,
         forward: Forward | None = None,
     ) -> None:
-        self.model, self.exact_bits = model, exact_bits
+        self.model = model
         self.capture(captured_layers)
         super().__init__(model, forward or prepare(model), pass_tokens)
         self.features: Mapping[int, Tensor] = {}
@@ -106,11 +104,10 @@ class CachedLM(CachedRows):
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether each token of a chain gets the logits of plain decoding to the bit, in passes of
-        up to `LONGEST_CHAIN` tokens (rows times tokens). Only in 16 bits, on a CPU, with packed
-        products and our attention; float32 promises equal texts, not equal bits."""
-        plain = self.states is None and self.sources is None and self.dtype.itemsize == 2
-        return plain and self.exact_bits and self.forward_pass.keeps_bits
+        """Whether each token of a chain gets the logits of plain decoding to the bit. Only in 16
+        bits, where the layers run in C++, which add up each token's sums in one order; float32
+        promises equal texts, not equal bits."""
+        return self.dtype.itemsize == 2 and self.forward_pass.keeps_bits
 
     @property
     def pads(self) -> bool:
@@ -212,14 +209,10 @@ class CachedLM(CachedRows):
                 None if columns is None else to_device(columns, self.device),
                 self.captured_layers,
             )
-        self.take_features(features)
-        return logits
-
-    def take_features(self, features: Mapping[int, Tensor]) -> None:
-        """The hidden states of the tokens that were placed last, [B, n, H] of each layer."""
         self.features = features
         if self.kept_layers:
             self.slots.keep_states([features[layer] for layer in self.kept_layers])
+        return logits
 
     def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""
@@ -240,16 +233,6 @@ class CachedLM(CachedRows):
         """One pass over the last committed token of each text and the N nodes of its draft: logits
         [B, N+1, V]. counts: int [B], how many of these tokens each row feeds, 0 for none; one row
         feeds some. None: its draft."""
-        return self.feed(contexts, draft, counts=counts)
-
-    def feed(
-        self,
-        contexts: Contexts,
-        draft: Draft,
-        columns: np.ndarray | None = None,
-        counts: np.ndarray | None = None,
-    ) -> Tensor:
-        """The pass of `verify`. columns: as for `forward`; column 0 is the last committed token."""
         counts = draft.sizes + 1 if counts is None else counts
         start = contexts.lengths - 1
         ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
@@ -257,14 +240,12 @@ class CachedLM(CachedRows):
             self._rewind(self.states, start, settle=True)
             counts = None  # the rule says how far each row goes back
         if draft.is_chain:
-            return self.forward(ids, start, columns=columns, counts=counts)
+            return self.forward(ids, start, counts=counts)
         # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        return self.forward(
-            ids, start, columns=columns, counts=counts, depth_BN=depth, ancestors_BNM=ancestors
-        )
+        return self.forward(ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
@@ -289,20 +270,14 @@ class CachedLM(CachedRows):
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""
         slots = self.slots
-        # Elsewhere than on a CPU, kernels promise no equal bits. In 16 bits they cost time, so they
-        # are asked for only where all parts keep them.
-        exact = self.keeps_bits or (self.exact_bits and self.dtype.itemsize != 2)
-        # In 16 bits, other products of longer passes have other bits.
-        fed = n if self.dtype.itemsize != 2 else self.fed
-        chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and exact
         dtype, windows = self.dtype, self._distinct_windows
         visible = [slots.mask(base_B1, n, ancestors_BNM, window) for window in windows]
         if self.watch is not None:
             return [
-                AttentionMask(visible[kind], dtype, chain=chain, watch=partial(self.watch, layer))
+                AttentionMask(visible[kind], dtype, watch=partial(self.watch, layer))
                 for layer, kind in enumerate(self._mask_of)
             ]
-        masks = [AttentionMask(seen, dtype, chain=chain) for seen in visible]
+        masks = [AttentionMask(seen, dtype) for seen in visible]
         return [masks[kind] for kind in self._mask_of]
 
     @property
@@ -330,7 +305,7 @@ class LayerView(CachedLM):
     def __init__(
         self, lm: CachedLM, skipped: Sublayers, embedding: nn.Module | None = None
     ) -> None:
-        super().__init__(lm.model, pass_tokens=lm.pass_tokens, exact_bits=lm.exact_bits, trial=True)
+        super().__init__(lm.model, pass_tokens=lm.pass_tokens, trial=True)
         self.lm, self.skipped = lm, skipped
         self.forward_pass = changed_forward(lm.forward_pass, skipped, embedding)
 

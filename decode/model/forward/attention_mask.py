@@ -1,12 +1,10 @@
 """Attention over slots under a mask, without copies of keys and values.
 
-The query heads that share a key head are rows of one query. On a CPU, a token of a chain also gets
-the same bits for any number of tokens fed with it.
+The query heads that share a key head are rows of one query.
 
 Shapes: B rows, n tokens fed per row, N query heads, K key heads, G = N / K, S slots, D head size.
 """
 
-import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -14,19 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode.model.cache.slots import SlotLayer, round_up_slots
+from decode.model.cache.slots import SlotLayer
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
 # width at a time. With this padding, masked slots at the end do not change any partial sum.
 SLOT_STEP = 16
-
-# Nobody drafts longer chains, and more tokens one by one would take long.
-LONGEST_CHAIN = 32
-# Key heads of the trial. On some CPUs one head in a hundred gets other bits.
-HEADS = 16
-
-# The kernel multiplies this many rows of a query at once. More rows go through other sums.
-QUERY_ROWS = 32
 
 # In a pass over more tokens than this, the query heads that share a key head are computed one after
 # the other. Then the mask is not repeated for each of them.
@@ -39,63 +29,21 @@ Watch = Callable[[Tensor, Tensor, Tensor, float], None]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@functools.cache
-def tokens_together(group: int, size: int, dtype: torch.dtype) -> int:
-    """How many tokens of a chain may be rows of one query, so that each gets the same bits as
-    alone. At least 1. group: G. size: D.
-
-    A trial on random numbers decides, because it depends on the machine's instructions.
-    """
-    count = min(QUERY_ROWS // group, LONGEST_CHAIN)
-    if dtype == torch.float32:
-        return LONGEST_CHAIN  # float32 promises equal numbers up to rounding, not equal bits
-    if count < 2:
-        return 1
-    generator = torch.Generator().manual_seed(0)
-    # In inference mode, because that is where the loop runs.
-    with torch.inference_mode():
-        for begin in (40, 250, 1000):
-            slots = round_up_slots(begin + count, SLOT_STEP)
-            query, key, value = (
-                torch.randn(1, heads, tokens, size, generator=generator).to(dtype)
-                for heads, tokens in ((HEADS * group, count), (HEADS, slots), (HEADS, slots))
-            )
-            order = torch.arange(slots)
-            seen = order <= begin + torch.arange(count)[:, None]
-            mask = AttentionMask(seen[None, None], dtype)
-            together = mask.attend(query, key, value, size**-0.5)
-            for token in range(count):
-                end = round_up_slots(begin + token + 1, SLOT_STEP)
-                mask = AttentionMask(seen[None, None, token : token + 1, :end], dtype)
-                only = query[:, :, token : token + 1]
-                alone = mask.attend(only, key[:, :, :end], value[:, :, :end], size**-0.5)
-                if not torch.equal(alone, together[:, :, token : token + 1]):
-                    return 1
-    return count
-
-
 class AttentionMask:
     """Which slots each token of a pass may see, and the attention under it.
 
     visible: bool [B, 1, n, S], or an additive mask of that shape, or None for plain causal
-    attention among the n tokens. chain: a token's result has the same bits for any number of tokens
-    fed with it. This holds for 16-bit weights, and keys padded to a multiple of `SLOT_STEP`. watch:
-    called before each attention under this mask.
+    attention among the n tokens. watch: called before each attention under this mask.
     """
 
     def __init__(
-        self,
-        visible: Tensor | None,
-        dtype: torch.dtype,
-        *,
-        chain: bool = False,
-        watch: Watch | None = None,
+        self, visible: Tensor | None, dtype: torch.dtype, *, watch: Watch | None = None
     ) -> None:
-        self.visible, self.chain, self.watch = visible, chain, watch
+        self.visible, self.watch = visible, watch
         self._dtype = dtype
         self._additive: Tensor | None = None
-        # The masks of the kernel calls are the same in all layers of the same shape.
-        self._forms: dict[tuple[str, int, int], Tensor] = {}
+        # The masks of the kernel calls, by group: layers of the same shape have the same.
+        self._forms: dict[int, Tensor] = {}
         self._of_rows: dict[tuple[int, int], AttentionMask] = {}
 
     @property
@@ -118,7 +66,7 @@ class AttentionMask:
             if visible is not None:
                 at = min(row, len(visible) - 1)  # one mask may be that of all rows
                 visible = visible[at : at + 1, :, :count]
-            self._of_rows[row, count] = AttentionMask(visible, self._dtype, chain=self.chain)
+            self._of_rows[row, count] = AttentionMask(visible, self._dtype)
         return self._of_rows[row, count]
 
     def attend(
@@ -144,51 +92,15 @@ class AttentionMask:
                 for x in query.unbind(2)
             ]
             return torch.stack(heads, 2).flatten(1, 2)
-        together = fed
-        if self.chain and fed > 1:
-            together = tokens_together(group, query.shape[4], query.dtype)
-            if together == 1:
-                return self._each_token_alone(query, key, value, scale)
-        parts = [
-            self._as_rows(query[:, :, :, begin : begin + together], begin, key, value, scale)
-            for begin in range(0, fed, together)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-
-    def _as_rows(
-        self, query: Tensor, begin: int, key: Tensor, value: Tensor, scale: float
-    ) -> Tensor:
-        """query: [B, K, G, m, D], of the m fed tokens from `begin` on. Tokens and heads are rows of
-        one query."""
-        assert self.additive is not None
-        group, tokens = query.shape[2:4]
-        form = self._forms.get(("rows", group, begin))
-        if form is None:
-            form = self.additive[:, :, begin : begin + tokens]
-            if tokens > 1:  # the kernel itself repeats the mask of a single token
-                form = form.repeat(1, 1, group, 1)
-            self._forms["rows", group, begin] = form
+        # Tokens and heads are rows of one query.
+        if group not in self._forms:
+            # The kernel itself repeats the mask of a single token.
+            self._forms[group] = mask.repeat(1, 1, group, 1) if fed > 1 else mask
+        rows = query.flatten(2, 3)
         out = scaled_dot_product_attention(
-            query.flatten(2, 3), key, value, attn_mask=form, scale=scale
+            rows, key, value, attn_mask=self._forms[group], scale=scale
         )
-        return out.unflatten(2, (group, tokens)).flatten(1, 2)
-
-    def _each_token_alone(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query: [B, K, G, n, D]. The kernel sees n batches of one token each, so the products are
-        the same for any n. Rows and key heads are one dimension, so all n batches share the keys
-        without a copy."""
-        assert self.additive is not None
-        rows, key_heads, _, fed, _ = query.shape
-        query = query.permute(3, 0, 1, 2, 4).flatten(1, 2)  # [n, B·K, G, D]
-        key, value = (x.flatten(0, 1).expand(fed, -1, -1, -1) for x in (key, value))
-        form = self._forms.get(("alone", key_heads, 0))
-        if form is None:
-            form = self.additive.expand(rows, -1, -1, -1).permute(2, 0, 1, 3)  # [n, B, 1, S]
-            if rows > 1:
-                form = form[:, :, None].expand(-1, -1, key_heads, -1, -1).flatten(1, 2)
-            self._forms["alone", key_heads, 0] = form
-        out = scaled_dot_product_attention(query, key, value, attn_mask=form, scale=scale)
-        return out.unflatten(1, (rows, key_heads)).permute(1, 2, 3, 0, 4).flatten(1, 2)
+        return out.unflatten(2, (group, fed)).flatten(1, 2)
 
     def _capped(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float

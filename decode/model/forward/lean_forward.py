@@ -18,16 +18,14 @@ from torch import Tensor, nn
 
 from decode.model.cache.slots import SlotLayer
 from decode.model.forward.attention_mask import (
-    LONGEST_CHAIN,
     SLOT_STEP,
     AttentionMask,
     SlotAttention,
 )
 from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
-from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer
-from decode.model.forward.lean_parts import LeanNorm, PackedLayer
+from decode.model.forward.lean_parts import LeanNorm, PackedLayer, PackedLinear
 from decode.model.forward.low_rank_output import output_product
 from decode.model.forward.rotations import Rotation, Rotations
 from decode.model.hidden_states import FINAL
@@ -43,7 +41,7 @@ class LeanForward(PackedLayer):
 
     pads: whether it computes the padding of a pass. It computes the list of its tokens
     (`RealTokens`) only.
-    keeps_bits: see `CachedLM.keeps_bits`.
+    keeps_bits: its layers and its output layer run in C++ (`CachedLM.keeps_bits`).
     skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
 
@@ -70,15 +68,16 @@ class LeanForward(PackedLayer):
         self.refresh()
         self.output = output_product(output)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
-        # Capped scores are sums whose order depends on the number of tokens.
-        self.keeps_bits = all(parts.softcap is None for parts in layers) and products_keep_bits(
-            self, LONGEST_CHAIN
-        )
 
     def refresh(self) -> None:
         # Each pass reads them, and a look-up among the parts of modules is slow.
         every: list[FewRowsLayer | None] = [layer.few_rows for layer in self.layers]  # type: ignore[misc]
         self._few_rows = [layer for layer in every if layer is not None]
+
+    @property
+    def keeps_bits(self) -> bool:
+        products = (x for x in self.output.modules() if isinstance(x, PackedLinear))
+        return len(self._few_rows) == len(self.layers) and all(x.has_blocks for x in products)
 
     def changed(
         self, attention: Iterable[int], mlps: Iterable[int], embedding: nn.Module | None = None

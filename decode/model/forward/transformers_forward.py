@@ -20,10 +20,8 @@ from transformers.masking_utils import sdpa_mask
 
 from decode.model.cache.slots import SlotLayer
 from decode.model.cache_names import with_cache
-from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, AttentionMask
-from decode.model.forward.kept_bits import products_keep_bits
+from decode.model.forward.attention_mask import SLOT_STEP, AttentionMask
 from decode.model.forward.lean_forward import columns_of
-from decode.model.forward.lean_parts import PackedLinear
 from decode.model.hidden_states import Recorder
 from decode.model.kinds.decoder_positions import reads_positions
 from decode.model.kinds.layer_kinds import RECURRENT
@@ -40,8 +38,7 @@ _masks: ContextVar[Sequence[AttentionMask]] = ContextVar("masks", default=())
 
 @contextmanager
 def attention_under(masks: Sequence[AttentionMask]) -> Iterator[None]:
-    """Inside this context, `attention_forward` computes chains and calls watches as these masks do,
-    one per layer: see `AttentionMask`."""
+    """Inside this context, `attention_forward` calls the watches of these masks, one per layer."""
     token = _masks.set(masks)
     try:
         yield
@@ -74,7 +71,7 @@ def attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
-    mask = AttentionMask(attention_mask, query.dtype, chain=bool(masks) and masks[0].chain)
+    mask = AttentionMask(attention_mask, query.dtype)
     # Some models call `view` on the result.
     return mask.attend(query, key, value, scale).transpose(1, 2).contiguous(), None
 
@@ -84,23 +81,15 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 class TransformersForward(nn.Module):
-    """The same interface as `LeanForward`. The model may have our attention and packed layers.
+    """The same interface as `LeanForward`. The model may have our attention and packed layers."""
 
-    keeps_bits: see `CachedLM.keeps_bits`.
-    """
-
-    pads = True
+    pads, keeps_bits = True, False
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.has_our_attention = model.config._attn_implementation == ATTENTION
         self.slot_step = SLOT_STEP if self.has_our_attention else 1
-        self.keeps_bits = (
-            self.has_our_attention
-            and _all_packed(model)
-            and products_keep_bits(model, LONGEST_CHAIN)
-        )
         # Whether its positions come from the loop in a way of their own.
         self.reads_positions = reads_positions(model)
         self._recorder = functools.cache(functools.partial(Recorder, model))
@@ -196,14 +185,3 @@ class TransformersForward(nn.Module):
         # A hook that stays would affect other users of the model.
         with layer.register_forward_pre_hook(pick):
             yield
-
-
-def _all_packed(model: nn.Module) -> bool:
-    """Whether all matrices that a model multiplies with are packed. Experts are not."""
-    known = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, PackedLinear | nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    return all(id(x) in known for x in model.parameters() if x.ndim > 1)

@@ -172,7 +172,7 @@ class ChoicesAnswer(ApiAnswer):
         return {"token_ids": choice.tokens[self._generated[piece.index] : piece.generated]}
 
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
-        choices = [{**self.choice(text, whole=True), "index": at} for at, text in enumerate(texts)]
+        choices = [self.choice(text, whole=True) for text in texts]
         return {
             **self._shared,
             "object": self.kind,

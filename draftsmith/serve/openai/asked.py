@@ -204,16 +204,6 @@ class Asked(Drawn):
         return 1
 
     @property
-    def kept(self) -> int:
-        """How many of these texts are given, the likeliest by the mean over their tokens."""
-        return self.texts
-
-    @property
-    def echoed(self) -> Sequence[str | list[int]]:
-        """The prompts, if the texts begin with them."""
-        return []
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return ()
 

@@ -144,48 +144,14 @@ class CompletionRequest(Several):
     add_special_tokens: bool = Field(
         True, description="as the tokenizer does, for example a token for the beginning"
     )
-    echo: bool = Field(False, description="the text begins with its prompt; without `logprobs`")
-    best_of: int | None = Field(
-        None,
-        ge=1,
-        description="draw this number of texts, and give the `n` whose tokens are likeliest in the "
-        "mean; no stream",
-    )
 
     @field_validator("logprobs", mode="before")
     @classmethod
     def _no_logprobs(cls, value: Any) -> Any:
         return None if value is False else value
 
-    @model_validator(mode="after")
-    def _fits(self) -> "CompletionRequest":
-        wrong = None
-        if self.echo and self.logprobs is not None:
-            message = "echo is true beside logprobs, which the tokens of a prompt do not have"
-            wrong = ("echo", f"{message}; leave one out")
-        elif self.texts < self.n:
-            wrong = ("best_of", f"best_of is {self.best_of}; expected at least n, {self.n}")
-        elif self.texts > self.n and self.stream:
-            message = "best_of is above n beside stream: true, but the best texts are known last"
-            wrong = ("best_of", f"{message}; leave one out")
-        if wrong is not None:
-            raise ApiError(400, wrong[1], param=wrong[0], code="invalid_value")
-        return self
-
     def prompts(self) -> Sequence[Prompt]:
         return self.prompt
-
-    @property
-    def texts(self) -> int:
-        return self.n if self.best_of is None else self.best_of
-
-    @property
-    def kept(self) -> int:
-        return self.n
-
-    @property
-    def echoed(self) -> Sequence[str | list[int]]:
-        return self.prompt if self.echo else []
 
     @property
     def template(self) -> dict[str, Any]:

@@ -55,8 +55,7 @@ class RequestLimits:
         texts = prompts * asked.texts
         if not 1 <= texts <= self.texts:
             message = f"the request asks for {texts} texts; expected 1 to {self.texts}"
-            several = "n" if asked.kept == asked.texts else "best_of"
-            raise ApiError(400, message, param=asked.asks if asked.texts == 1 else several)
+            raise ApiError(400, message, param=asked.asks if asked.texts == 1 else "n")
 
     def sampling_of(self, asked: Asked) -> Sampling:
         """How the texts of a request are drawn. Raises ApiError for ids outside the vocabulary."""
