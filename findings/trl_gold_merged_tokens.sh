@@ -5,7 +5,8 @@
 #   multiplies by the probability of seeing the second token twice, which is nearly 0 in a sound model. The place
 #   that predicts an answer's first token, and all others that begin a group, learn nothing. With "bayesian" all learn.
 # Guess: the two strategies differ in how a split token's probability is spread; every token of an answer is learned.
-# Seen (gradient at the places that predict the four tokens of an answer; the teacher has two tokens for them):
+# Seen:
+#   (gradient at the places that predict the four tokens of an answer; the teacher has two tokens for them)
 #   observed: 0e+00 0e+00 1e-04 0e+00
 #   bayesian: 1e-03 2e-03 1e-03 2e-03
 set -euo pipefail

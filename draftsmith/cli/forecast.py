@@ -9,7 +9,7 @@ import typer
 
 from decode.base.errors import UserError
 from draftsmith.cli.command import numbers, require_writable, table, write_json
-from draftsmith.forecast.kinds import read_with_kinds
+from draftsmith.forecast.other_kinds import read_with_kinds
 from train.base.console import quieten
 from train.run.config import parse_config
 
