@@ -137,9 +137,18 @@ def require_space(directory: Path, needed: int, what: str) -> None:
     free = free_space(directory)
     if free < needed:
         raise UserError(
-            f"{what} in {directory} need {needed / 2**30:.2f} GiB, but the disk has "
-            f"{free / 2**30:.2f} GiB free; free some space there, or choose another output_dir"
+            f"{what} in {directory} need {size(needed)}, but the disk has {size(free)} free; free "
+            "some space there, or choose another output_dir"
         )
+
+
+def size(count: float) -> str:
+    """A number of bytes in the unit that shows it."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.{0 if unit == 'bytes' else 1}f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
 
 
 def free_space(directory: Path) -> int:

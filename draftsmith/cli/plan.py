@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from decode.base.artifact import free_space
+from decode.base.artifact import free_space, size
 from decode.model.loading import Target
 from decode.model.without_weights import load_shapes
 from draftsmith.cli.command import table, write_json
@@ -60,9 +60,9 @@ class _Space:
         whose = f"each of {count} processes that shard" if count > 1 else "one process that shards"
         what = "only the target's layers" if sharded else "nothing"
         return (
-            f"about {self.memory / 2**30:.1f} GiB for the tensors of the largest stage, in {whose} "
-            f"{what}, and {self.disk / 2**30:.1f} GiB of disk, where {self.free / 2**30:.1f} GiB "
-            "are free; estimates for answers of full length"
+            f"about {size(self.memory)} for the tensors of the largest stage, in {whose} {what}, "
+            f"and {size(self.disk)} of disk, where {size(self.free)} are free; estimates for "
+            "answers of full length"
         )
 
 
@@ -110,8 +110,8 @@ def _cells(entry: _Entry) -> Sequence[str]:
         plan.what,
         f"{plan.trained_parameters / 1e6:.1f}M" if plan.trained_parameters else "–",
         f"{plan.tokens:,}" if plan.tokens else "–",
-        f"≈ {plan.memory.total / 2**30:.1f} GiB" if plan.memory.total else "–",
-        f"≈ {plan.disk_bytes / 2**30:.2f} GiB" if plan.disk_bytes else "–",
+        f"≈ {size(plan.memory.total)}" if plan.memory.total else "–",
+        f"≈ {size(plan.disk_bytes)}" if plan.disk_bytes else "–",
         f"≈ {format_duration(entry.seconds)}" if entry.seconds else "–",
     )
 
@@ -119,10 +119,10 @@ def _cells(entry: _Entry) -> Sequence[str]:
 def _memory_table(stages: Sequence[_Entry]) -> Table:
     parts = [field.name for field in fields(StageMemory)]
     sizes = [
-        (stage.name, *(f"{getattr(stage.plan.memory, part) / 2**30:.2f}" for part in parts))
+        (stage.name, *(size(getattr(stage.plan.memory, part)) for part in parts))
         for stage in stages
     ]
-    return table("memory of a process, in GiB", ("stage", *parts), sizes)
+    return table("memory of a process", ("stage", *parts), sizes)
 
 
 def _figures(stages: Sequence[_Entry], evaluation: _Entry, space: _Space) -> dict[str, Any]:

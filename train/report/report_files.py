@@ -13,7 +13,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from decode.base.artifact import write_file
+from decode.base.artifact import size, write_file
 from train.base.run_files import (
     EVALUATION,
     read_record,
@@ -191,7 +191,7 @@ def _format_figure(value: Any, unit: str) -> str:
     if unit == "_share":
         return format_share(value)
     if unit == "_bytes":
-        return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+        return size(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"

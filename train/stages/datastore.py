@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from decode.base.artifact import size
 from decode.drafters.lookup.documents import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from decode.opening.directory import describe_drafter, save_drafter
@@ -15,7 +16,7 @@ from train.data.stored_samples import StoredSamples
 from train.measure.ranks import Ranks
 from train.settings.datastore_config import DatastoreConfig
 from train.settings.schema import StageConfig
-from train.stages.text_stages import TextStage, size
+from train.stages.text_stages import TextStage
 
 # Bytes of a finished datastore per token: at most four for the token and its position each, up to
 # two billion tokens.

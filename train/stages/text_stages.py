@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from decode.base.artifact import require_space, write_file
+from decode.base.artifact import require_space, size, write_file
 from decode.base.errors import UserError
 from distill.choose_vocabulary import most_frequent
 from distill.teacher.cache_parts import (
@@ -211,11 +211,6 @@ class CacheStage(TextStage[K]):
         self.accelerator.wait_for_everyone()
         scored = sum(ranks.gather(scored))
         return scored, scored / (time.perf_counter() - begin) if scored else None
-
-
-def size(count: float) -> str:
-    """A number of bytes in readable units."""
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
 def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from decode.base.artifact import size
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL, layer_list_name
 from decode.model.loading import Target
@@ -143,9 +144,9 @@ def require_room(largest: int, tokens: int, max_bytes: int, processes: int) -> N
     if largest > max_bytes // processes:
         raise UserError(
             f"features.server.max_gib gives each of {processes} processes "
-            f"{max_bytes / processes / 2**30:.3g} GiB for files, but the hidden states of a sample "
-            f"of {tokens} tokens take {largest / 2**30:.3g} GiB; raise features.server.max_gib, or "
-            "set a smaller max_length"
+            f"{size(max_bytes / processes)} for files, but the hidden states of a sample of "
+            f"{tokens} tokens take {size(largest)}; raise features.server.max_gib, or set a "
+            "smaller max_length"
         )
 
 
