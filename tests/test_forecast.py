@@ -1,21 +1,37 @@
 """A forecast: acceptance is extrapolated with an interval that holds, and set against costs."""
 
 import json
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.costs import Costs
+from draftsmith.auditing import drafts
 from draftsmith.cli.main import app
-from draftsmith.forecast.answer import Cell, Line, Range, advice, read_forecast
+from draftsmith.forecast.answer import (
+    Cell,
+    EngineCell,
+    Line,
+    Range,
+    Speed,
+    advice,
+    read_forecast,
+)
 from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
 from draftsmith.forecast.pilots import as_row, next_rows, pilot_config, write_data
 from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
+from tests.upstream import served
 from train.data.read import read_examples
 from train.report.report_summary import footnotes
 from train.run.config import dump_config
@@ -273,3 +289,101 @@ def test_kinds_that_the_config_lacks_are_forecast_beside_its_own(
     # Its drafter was made with another depth.
     assert trained() == ["heads"]
     assert "was started with other settings" in refused("--kinds", "eagle1")
+
+
+@dataclass
+class SimulatedEngine:
+    """A server in which each step accepts as many draft tokens. accepted: of three; None: it has no
+    drafter. name: of its counters."""
+
+    accepted: int | None
+    name: str = "vllm"
+    counts: list[int] = field(default_factory=lambda: [0, 0])
+
+    def app(self) -> Starlette:
+        routes = [
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "tiny"}]})),
+            Route("/v1/completions", self._answer, methods=["POST"]),
+        ]
+        return Starlette(
+            routes=[*routes, Route("/metrics", self._metrics)] if self.name else routes
+        )
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        steps = 0
+        if self.accepted is not None:
+            steps = (body["max_tokens"] - 1) // (self.accepted + 1)
+            self.counts[0] += 3 * steps
+            self.counts[1] += self.accepted * steps
+        reply: dict[str, Any] = {"usage": {"completion_tokens": body["max_tokens"]}}
+        if self.name == "llamacpp":
+            drafts = {} if self.accepted is None else {"draft_n": 3 * steps}
+            reply["timings"] = drafts | {"draft_n_accepted": (self.accepted or 0) * steps}
+        return JSONResponse(reply)
+
+    def _metrics(self, _: Request) -> Response:
+        if self.accepted is None or self.name == "llamacpp":
+            return PlainTextResponse("", 501 if self.name == "llamacpp" else 200)
+        kinds = zip(("draft", "accepted"), self.counts, strict=True)
+        lines = (f"{self.name}:spec_decode_num_{kind}_tokens_total {x}" for kind, x in kinds)
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+
+def test_speeds_of_engines_become_what_drafts_are_worth_there(
+    base: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drafts, "SETTLE_SECONDS", 0.01)
+    run = [str(write_run(base, 230)), "--load", "2", "--lengths", "16"]
+    with ExitStack() as stack:
+
+        def up(accepted: int | None, **options: Any) -> str:
+            return stack.enter_context(served(SimulatedEngine(accepted, **options).app()))
+
+        few, many, plain = up(1), up(3), up(None)
+        servers = f"heads={few},{plain},http://{many.partition('//')[2]}/v1"
+        found, said = forecast(*run, "--engine", servers)
+        (at,) = found["lines"][0]["engines"]
+        assert [point["tokens_per_step"] for point in at["speeds"]] == [2.0, 4.0]
+        assert (at["engine"], at["load"], at["drafted"]) == ("vllm", 2, 3)
+        assert at["plain"] > 0
+        # The heads of the run draft two tokens, so their acceptance at a third is not known.
+        assert at["speedup"] is None
+        assert "set evaluation.gamma to 3" in said
+        found, said = forecast(*run, "--minutes", "0", "--engine", up(0, name="draftsmith"))
+        (at,) = found["lines"][0]["engines"]
+        assert (at["plain"], at["speeds"][0]["tokens_per_step"]) == (None, 1.0)
+        assert "draftsmith has no simulated acceptance" in said
+        assert "no server without a drafter" in said
+        # llama-server says the drafts of an answer beside it, and may hide its page.
+        both = f"{up(1, name='llamacpp')},{up(None, name='llamacpp')}"
+        (at,) = forecast(*run, "--minutes", "0", "--engine", both)[0]["lines"][0]["engines"]
+        assert (at["speeds"][0]["tokens_per_step"], at["plain"] is None) == (2.0, False)
+
+        def refused(*arguments: str) -> str:
+            done = CliRunner().invoke(app, ["forecast", *run, *arguments])
+            assert done.exit_code == 2
+            return " ".join(done.output.split())
+
+        assert 'Did you mean "heads"' in refused("--engine", f"head={few}")
+        assert "expected http://HOST:PORT" in refused("--engine", "somewhere")
+        assert "hides its counters" in refused("--engine", up(1, name=""))
+        assert "say whose it is" in refused("--engine", few, "--kinds", "eagle1")
+    assert "does not answer" in refused("--engine", few)
+
+
+def test_the_worth_in_an_engine_follows_its_speeds() -> None:
+    # A step of two rows takes 0.1 s with two tokens per step, and 0.2 s with four.
+    speeds = (Speed(2.0, 40.0, 0.0), Speed(4.0, 40.0, 0.0))
+    cell = EngineCell(2, 16, "vllm", 2, speeds, plain=20.0)
+    assert np.allclose(cell.step(np.array([1.0, 2.0, 3.0, 9.0])), [0.1, 0.1, 0.15, 0.2])
+    assert cell.pays_above == pytest.approx(1.0)
+    drawn = cell.judged(np.full((9, 3), 1.0))  # all of two tokens, of which each step adds one
+    assert drawn.speed is not None
+    assert drawn.speedup is not None
+    assert (drawn.speed.value, drawn.speedup.value) == pytest.approx((40.0, 2.0))
+    slow = EngineCell(2, 16, "vllm", 2, speeds[:1], plain=30.0)
+    assert slow.pays_above == pytest.approx(1.5)
+    assert EngineCell(2, 16, "vllm", 2, speeds, None).pays_above is None
+    assert slow.judged(np.full((9, 1), 1.0)).speedup is None

@@ -44,7 +44,6 @@ def chat(
             f"the newest trained one of {RUN}"
         ),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="begin without drafts")] = False,
     decoding: DecodeOptions,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
@@ -91,7 +90,6 @@ def chat(
         seed=decoding.seed,
         system=system,
     )
-    conversation.plain = plain
     asides = console
     if not console.is_terminal:
         asides = type(console)(stderr=True, highlight=False, color_system=None)

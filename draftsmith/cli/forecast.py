@@ -1,17 +1,29 @@
 """`forecast`: what the drafters of a config will be worth, before they are trained."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import numbers, require_writable, table, write_json
-from draftsmith.forecast.other_kinds import read_with_kinds
+from draftsmith.cli.command import (
+    numbers,
+    require_packages,
+    require_writable,
+    table,
+    write_json,
+)
+from draftsmith.forecast.planned_stages import read_with_kinds
 from train.base.console import quieten
 from train.run.config import parse_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from draftsmith.forecast.answer import Line
 
 LOADS, LENGTHS = "1,8", "256"
 
@@ -30,6 +42,12 @@ def forecast(
         str | None, typer.Option(help=f"texts that are written at a time; else {LOADS}")
     ] = None,
     lengths: Annotated[str | None, typer.Option(help=f"tokens of a text; else {LENGTHS}")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help="[STAGE=]URL,… of servers with simulated acceptance, and one without a drafter"
+        ),
+    ] = None,
     surface: Annotated[
         Path | None,
         typer.Option(help="costs of another machine: its --json of the same config"),
@@ -48,9 +66,11 @@ def forecast(
     if surface is not None and (load or lengths):
         raise UserError("--surface has the loads and lengths of its file; leave out the others")
     loads, sizes = _positive(load or LOADS, "--load"), _positive(lengths or LENGTHS, "--lengths")
+    if engine is not None:
+        require_packages("httpx2")
     if not 0 <= minutes < math.inf:
         raise UserError(f"--minutes is {minutes}; expected 0 or more")
-    from draftsmith.forecast.answer import Line, read_forecast
+    from draftsmith.forecast.answer import read_forecast
 
     known = None if surface is None else read_forecast(surface)
     from draftsmith.forecast.entry import forecast as run
@@ -69,9 +89,10 @@ def forecast(
         lengths=sizes,
         say=reporter.say,
         surface=known,
+        engine=engine,
     )
 
-    def cells(line: Line) -> list[list[str]]:
+    def cells(line: "Line") -> list[list[str]]:
         took = "–" if line.seconds is None else format_duration(line.seconds)
         return [
             [
@@ -92,6 +113,8 @@ def forecast(
     title = f"forecast of {found.run}: trained on {trained} of {found.rows} rows"
     caption = "90% intervals; speed-up of the steps after the prompt"
     reporter.table(table(title, (*columns, "training"), rows, left=2, caption=caption))
+    if any(line.engines for line in found.lines):
+        reporter.table(_engine_table(found.lines))
     for line in found.lines:
         if line.with_rows:
             others = ", ".join(f"{rate} with {n} rows" for n, rate in line.with_rows.items())
@@ -107,6 +130,29 @@ def forecast(
     reporter.say(took)
     reporter.say(found.advice)
     write_json(json_file, asdict(found))
+
+
+def _engine_table(lines: "Sequence[Line]") -> "Table":
+    """What the drafters would be worth in the user's engine."""
+
+    def cells(line: "Line") -> Iterator[list[str]]:
+        for at in line.engines:
+            measured = ", ".join(f"{x.speed:.1f} at {x.tokens_per_step:.2f}" for x in at.speeds)
+            yield [
+                line.name,
+                at.engine,
+                f"{at.load} × {at.length}",
+                measured,
+                "–" if at.plain is None else f"{at.plain:.1f}",
+                "–" if at.pays_above is None else f"{at.pays_above:.2f}",
+                str(at.speed or "–"),
+                str(at.speedup or "–"),
+            ]
+
+    columns = ("drafter", "engine", "texts × tokens", "measured", "plain", "pays above")
+    rows = [row for line in lines for row in cells(line)]
+    title = "in the engine: tokens a second, at tokens per step"
+    return table(title, (*columns, "forecast", "speed-up"), rows, left=2)
 
 
 def _positive(text: str, option: str) -> list[int]:

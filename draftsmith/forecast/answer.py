@@ -1,7 +1,7 @@
 """What a forecast says: figures with their intervals, and one sentence."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from decode.base.errors import UserError
 from decode.costs import Costs
+from draftsmith.forecast.curve import tokens_per_step
 
 QUANTILES = (0.05, 0.5, 0.95)
 
@@ -30,6 +31,11 @@ class Range:
         return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+def where(load: int, length: int) -> str:
+    """A load and a length, in words."""
+    return f"with {load} text{'s' * (load > 1)} of {length} tokens at a time"
+
+
 @dataclass(frozen=True)
 class Cell:
     """A drafter at one load and length: rows that are decoded together, and tokens of each before
@@ -45,7 +51,7 @@ class Cell:
 
     @property
     def where(self) -> str:
-        return f"with {self.load} text{'s' * (self.load > 1)} of {self.length} tokens at a time"
+        return where(self.load, self.length)
 
     def gains(self, tokens: np.ndarray) -> Range:
         """The speed-up for draws of the tokens per step, float64 [N]."""
@@ -54,11 +60,65 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """Tokens a second of all requests, at a number of tokens per step. noise: its relative standard
+    error."""
+
+    tokens_per_step: float
+    speed: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class EngineCell:
+    """A drafter in a user's engine, at one load and length. drafted: tokens of a draft. speeds:
+    with simulated acceptance, ascending. plain: tokens a second without a drafter; None: no server
+    had none. speed: tokens a second at the forecast acceptance; None: it is not known."""
+
+    load: int
+    length: int
+    engine: str
+    drafted: int
+    speeds: tuple[Speed, ...]
+    plain: float | None
+    speed: Range | None = None
+    speedup: Range | None = None
+
+    def step(self, tokens: np.ndarray | float) -> np.ndarray:
+        """Seconds of a step at these tokens per step: between two speeds on a line, and beyond the
+        last one as there."""
+        seconds = [self.load * x.tokens_per_step / x.speed for x in self.speeds]
+        return np.asarray(np.interp(tokens, [x.tokens_per_step for x in self.speeds], seconds))
+
+    @property
+    def pays_above(self) -> float | None:
+        """The tokens per step above which drafts pay. None: the plain speed is not known."""
+        if self.plain is None:
+            return None
+        tokens = 1.0
+        for _ in range(100):  # the costs of a step depend little on what is accepted
+            tokens = float(self.step(tokens)) * self.plain / self.load
+        return tokens
+
+    def judged(self, acceptance: np.ndarray) -> "EngineCell":
+        """With what the drafter would gain, for draws of its acceptance by place, [N, D]. It stays
+        unknown if the engine drafts more tokens than D."""
+        if self.drafted > acceptance.shape[1]:
+            return self
+        tokens = tokens_per_step(acceptance[:, : self.drafted])
+        normal = np.random.default_rng(1).standard_normal(len(tokens))
+        noise = np.exp(max(x.noise for x in self.speeds) * normal)
+        speeds = self.load * tokens / self.step(tokens) * noise
+        gain = None if self.plain is None else Range.of(speeds / self.plain)
+        return replace(self, speed=Range.of(speeds), speedup=gain)
+
+
+@dataclass(frozen=True)
 class Line:
     """One drafter. drafts: how it drafts. tokens_per_step: None if no acceptance is known; then
     acceptance, by place, is empty. measured: tokens per step of the trainings so far, by their
     rows. with_rows: what they would be with other numbers of rows. seconds: of its own training on
-    all of the data; None: not known, or it is not trained."""
+    all of the data; None: not known, or it is not trained. engines: in the user's engine."""
 
     name: str
     trained: bool
@@ -69,6 +129,7 @@ class Line:
     with_rows: dict[int, Range]
     seconds: float | None
     cells: list[Cell]
+    engines: list[EngineCell] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -113,23 +174,43 @@ def advice(lines: Sequence[Line]) -> str:
     weighed = [(line, line.cells[0]) for line in lines if line.cells]
     if not weighed:
         return "no cost could be measured, so nothing is said about the speed"
-    where = weighed[0][1].where
+    place = weighed[0][1].where
     gains = [(at.speedup, line) for line, at in weighed if at.speedup is not None]
     trained = [(own, line.name) for own, line in gains if line.trained]
     others = [(own, line.name) for own, line in gains if not line.trained]
     if not trained:
         each = ", ".join(f"{line.name} above {at.pays_above:.2f}" for line, at in weighed)
-        return f"not known, as nothing was trained; {where}, drafts pay so: {each} tokens per step"
+        return f"not known, as nothing was trained; {place}, drafts pay so: {each} tokens per step"
     own, best = max(trained, key=lambda one: one[0].value)
     theirs, other = max(others, key=lambda one: one[0].value, default=(None, ""))
     if theirs is not None and theirs.low > max(own.high, 1.0):
-        return f"{other} is enough: it needs no training and gains {theirs} {where}"
+        return f"{other} is enough: it needs no training and gains {theirs} {place}"
     if own.high < 1:
-        return f"do not train: the best stage, {best}, would gain {own} {where}"
+        return f"do not train: the best stage, {best}, would gain {own} {place}"
     if own.low > 1 and (theirs is None or own.low > theirs.high):
-        return f"train {best}: it will gain {own} {where}"
+        return f"train {best}: it will gain {own} {place}"
     beside = "" if theirs is None else f", and {other} gains {theirs} untrained"
     return (
-        f"not certain: {best} would gain {own} {where}{beside}; more --minutes make the "
+        f"not certain: {best} would gain {own} {place}{beside}; more --minutes make the "
         "interval narrower"
     )
+
+
+def engine_advice(lines: Sequence[Line]) -> list[str]:
+    """A sentence about each drafter in the user's engine, at the first load and length."""
+    found = []
+    for line, at in [(line, line.engines[0]) for line in lines if line.engines]:
+        said = f"in {at.engine}, {line.name}"
+        if at.pays_above is not None:
+            said += f" pays above {at.pays_above:.2f} tokens per step"
+        if at.speedup is not None:
+            said += f", and would gain {at.speedup}"
+        elif at.speed is not None:
+            said += f" would write {at.speed} tokens a second"
+        elif line.acceptance:
+            said += (
+                f" drafts {at.drafted} tokens, but acceptance is forecast for "
+                f"{len(line.acceptance)}: set evaluation.gamma to {at.drafted}"
+            )
+        found.append(f"{said} {where(at.load, at.length)}")
+    return found

@@ -17,8 +17,9 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
-from draftsmith.forecast.answer import Forecast, Line, Range, advice
+from draftsmith.forecast.answer import EngineCell, Forecast, Line, Range, advice, engine_advice
 from draftsmith.forecast.curve import acceptance_at, tokens_per_step
+from draftsmith.forecast.engine_speed import ServedDrafter, measure_engines
 from draftsmith.forecast.pilots import (
     FEWEST_ROWS,
     LARGEST_SHARE,
@@ -52,11 +53,13 @@ def forecast(
     say: Callable[[str], None],
     quiet: bool = False,
     surface: Forecast | None = None,
+    engine: str | None = None,
 ) -> Forecast:
     """Train on small parts of the data for about these minutes, and say what the run will be worth.
 
     minutes: 0: nothing is trained, and only the costs of steps are measured. surface: the forecast
-    of another machine, whose costs are used. The small runs stay in `OUTPUT_DIR/NAME-forecast`, and
+    of another machine, whose costs are used. engine: servers, as `ServedDrafter.parse` reads them;
+    speeds there are measured first. The small runs stay in `OUTPUT_DIR/NAME-forecast`, and
     so does the forecast, where the run's report finds it. A forecast that was stopped goes on.
     Raises UserError for a surface of another target, and as a run does.
     """
@@ -66,7 +69,12 @@ def forecast(
         splits, target = whole.read_data(), whole.target
         judged = spread(whole.corpus(splits).asked(settings.split), settings.prompts)
         asked = whole.prompts(judged)
-        whole.plan(splits)  # a row that would end the whole run ends the forecast first
+        # A row that would end the whole run ends the forecast first.
+        stages = [
+            name
+            for name, _, plan in whole.plan(splits)
+            if plan.drafters and (settings.stages is None or name in settings.stages)
+        ]
     about = _about(target)
     if surface is not None and surface.target != about:
         raise UserError(
@@ -74,6 +82,12 @@ def forecast(
             "the file with the same config"
         )
     total, notes = len(splits["train"]), list[str]()
+    there: dict[str, list[EngineCell]] = {}
+    if engine is not None:
+        servers = ServedDrafter.parse(engine, stages)
+        say(f"asking {', '.join(server.url for server in servers)}")
+        text = _text(judged, target)
+        there, notes = measure_engines(servers, stages, text, loads, lengths)
     train = partial(_pilot, config, splits, directory=file.parent, target=target, quiet=quiet)
     pilots, before = list[Pilot](), time.perf_counter()
     if minutes and total * LARGEST_SHARE >= FEWEST_ROWS:
@@ -91,7 +105,7 @@ def forecast(
     lines = list[Line]()
     for name, outcome in made.drafters.items():
         line, missing = site.weigh(name, outcome, trained=True)
-        lines.append(line)
+        lines.append(replace(line, engines=there.get(name, [])))
         notes += missing
     for name in settings.baselines:
         protocol = replace(settings.protocol(trained=False), timed_prompts=0)
@@ -131,7 +145,7 @@ def forecast(
         spent=time.perf_counter() - start,
         lines=lines,
         advice=advice(lines),
-        notes=notes + _curve_notes(pilots, total, minutes),
+        notes=notes + _curve_notes(pilots, total, minutes) + engine_advice(lines),
     )
     write_file(file, json.dumps(asdict(result), indent=2) + "\n")
     return result
@@ -216,6 +230,7 @@ def _judged(line: Line, measured: Sequence[tuple[int, PilotResult]], total: int)
         with_rows=others if line.trained else {},
         seconds=seconds_at(total, times) if line.trained else None,
         cells=[replace(cell, speedup=cell.gains(tokens)) for cell in line.cells],
+        engines=[cell.judged(draws) for cell in line.engines],
     )
 
 
