@@ -256,8 +256,8 @@ def test_files_of_a_directory_may_differ(tmp_path: Path) -> None:
 
 @with_json
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_value_that_is_changed_is_an_error(tmp_path: Path, saved: bool) -> None:
-    """`datasets` writes the text 002 as JSON without quotes, and reads 2."""
+def test_a_value_is_read_as_it_was_written(tmp_path: Path, saved: bool) -> None:
+    """`datasets` writes the text 002 as JSON without quotes, and would read 2."""
     rows = [{"prompt": "a", "id": 1}, {"prompt": "a", "id": "002"}]
     table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     if saved:
@@ -266,9 +266,7 @@ def test_a_value_that_is_changed_is_an_error(tmp_path: Path, saved: bool) -> Non
         table.to_parquet(tmp_path / "table")
         (tmp_path / "table").rename(tmp_path / "table.parquet")
     name = "table" if saved else "table.parquet"
-    with pytest.raises(UserError) as error:
-        read_examples(name, base_dir=tmp_path)
-    assert f'{name}:1: the column id is "002" in the file, but 2' in str(error.value)
+    assert [e.id for e in read_examples(name, base_dir=tmp_path)[0]] == ["1", "002"]
 
 
 def test_tables_of_text_are_text_under_every_name(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from decode import costs as others
 from decode.base.errors import UserError
@@ -30,7 +29,7 @@ from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, tokens_fed, veri
 from train.base.provenance import describe_process
 from train.measure.evaluation import evaluate
 from train.measure.figures import Evaluation, break_even, repetition
-from train.measure.intervals import ratio_of_totals, student_quantile
+from train.measure.intervals import ratio_of_totals
 from train.measure.thinking import thinking_tokens
 from train.measure.timed_prompts import fastest_gamma, in_turns
 from train.report.report_summary import footnotes
@@ -232,11 +231,6 @@ def test_the_interval_holds_the_ratio() -> None:
     odd = ratio_of_totals(np.append(np.ones(6), 3), np.ones(7))
     assert odd is not None
     assert 2 < odd["high"] / odd["low"] < 20
-
-
-@pytest.mark.parametrize("freedom", [5, 7, 41, 1000])
-def test_students_quantile(freedom: int) -> None:
-    assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=0.01)
 
 
 def simulated(kind: str, shape: tuple[int, int]) -> list[np.ndarray]:

@@ -10,10 +10,11 @@ target's law: it is only the ruler.
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.stats import chi2
 
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.sampled import BINS, GROUP, ORDER_NAMES, POWER, SET_NAMES, too_few
-from draftsmith.auditing.tails import chi_square_tail, smallest_shift
+from draftsmith.auditing.tails import smallest_shift
 from draftsmith.auditing.texts import JudgedText
 
 # Of a text: float64 [figures].
@@ -73,7 +74,7 @@ def _compared(
         covariance += share * centred.T @ centred
     freedom = int(np.linalg.matrix_rank(covariance))
     statistic = float(excess @ np.linalg.pinv(covariance) @ excess)
-    p = chi_square_tail(statistic, freedom) if freedom else 1.0
+    p = float(chi2.sf(statistic, freedom)) if freedom else 1.0
     tokens = sum(len(text.gap) for text in texts)
     largest = int(np.argmax(np.abs(excess)))
     detail = f"{2 * excess[largest] / tokens:+.4f} a token more than the baseline"

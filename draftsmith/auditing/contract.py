@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import httpx2
+from scipy.stats import binom
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
@@ -18,7 +19,6 @@ from decode.text import prompt_ids
 from draftsmith.auditing.asking import AuditedServer
 from draftsmith.auditing.asking import asking as ask_server
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.auditing.tails import binomial_tail
 from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
 from train.engines.answers.protocols import AskSettings, LlamaServer, WantedAnswer, token_ids
@@ -301,7 +301,7 @@ async def _seeds(
     if repeats:
         return Finding(GROUP, "seeds", Judgement.WRONG, detail)
     places = sum(_common(one, two) for one, two in pairs) + len(differ)
-    p = binomial_tail(len(differ), places, MOVED)
+    p = float(binom.sf(len(differ) - 1, places, MOVED))
     detail += f"; they part at {len(differ)} of {places} places where rounding may part them"
     verdict = Judgement.WRONG if p < level else Judgement.EQUAL
     sees = f"pairs that part at more than {MOVED:.0%} of such places"

@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import chi2
 
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.sampled import POWER
-from draftsmith.auditing.tails import chi_square_tail, smallest_variation
+from draftsmith.auditing.tails import smallest_variation
 from draftsmith.auditing.texts import EngineText
 from train.measure.joint_law import chi_square, joint_laws
 
@@ -101,7 +102,7 @@ def _law_of(
     if not freedom:
         detail = f"{count} texts; expected more of them, so that more than one bin is full"
         return Finding(GROUP, name, Judgement.UNJUDGED, detail)
-    p = chi_square_tail(statistic, freedom)
+    p = float(chi2.sf(statistic, freedom))
     detail = f"χ² {statistic:.1f} of {count} texts with {freedom} degrees of freedom"
     smallest = smallest_variation(count, freedom + 1, level, POWER)
     verdict = Judgement.WRONG if p < level else Judgement.EQUAL

@@ -11,10 +11,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import chi2
 
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.tails import (
-    chi_square_limit,
     martingale_tail,
     sign_tail,
     smallest_excess,
@@ -111,7 +111,7 @@ def _allowance(texts: Sequence[JudgedText], baseline: Sequence[JudgedText], leve
     count = sum(int((text.gap > 0).sum()) for text in texts)
     if not count or not len(gaps):
         return 0.0
-    mean = 2 * float(gaps.sum()) / chi_square_limit(2 * len(gaps), 1 - level / 2)
+    mean = 2 * float(gaps.sum() / chi2.isf(1 - level / 2, 2 * len(gaps)))
     return max(float(gaps.max()), mean * math.log(2 * count / level))
 
 

@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.stats import chi2
 
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.tails import (
-    chi_square_tail,
     martingale_tail,
     normal_tail,
     smallest_shift,
@@ -97,7 +97,7 @@ def _uniformity(texts: Sequence[JudgedText], level: float) -> list[Finding]:
         variation = float(np.abs(counts - due).sum() / (2 * len(u)))
         detail = f"{variation:.1%} of u misplaced, χ² {statistic:.1f} of {BINS} bins"
         sees = f"{smallest_variation(len(u), BINS, level, POWER):.1%} of u misplaced"
-        p = chi_square_tail(statistic, BINS - 1)
+        p = float(chi2.sf(statistic, BINS - 1))
         findings.append(_tested(ORDER_NAMES[name], p, level, detail, sees))
     return findings
 
@@ -131,7 +131,7 @@ def _positions(texts: Sequence[JudgedText], level: float) -> Finding:
     least = int(sizes.min())
     shift = smallest_shift(least, least * _U_VARIANCE, level, POWER)
     sees = f"a mean of u that is {shift:.3f} off at one place" if shift < 0.5 else "little"
-    return _tested("by position", chi_square_tail(statistic, len(sizes)), level, detail, sees)
+    return _tested("by position", float(chi2.sf(statistic, len(sizes))), level, detail, sees)
 
 
 def _shares(texts: Sequence[JudgedText], level: float) -> list[Finding]:

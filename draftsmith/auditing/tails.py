@@ -1,25 +1,17 @@
-"""The few distributions that the tests of an audit need, and the arithmetic of their power.
-
-Incomplete gamma functions are torch's, so nothing else has to be installed.
-"""
+"""Tails and powers of the tests of an audit that scipy does not have."""
 
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
-import torch
+from scipy.optimize import brentq
+from scipy.special import chndtrinc
+from scipy.stats import chi2
 
 # Below this variance a sum of rare events is not normal; then Freedman's inequality bounds it.
 NORMAL_VARIANCE = 100.0
 MOST_SIGNS = 16  # differences of which all signs are tried
-_HIGHEST = 1e6  # of a noncentrality that is searched for
-
-
-def chi_square_tail(statistic: float, freedom: float) -> float:
-    """P(χ² ≥ statistic). freedom: the degrees of freedom."""
-    half = torch.tensor([freedom / 2, max(statistic, 0.0) / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def normal_tail(z: float) -> float:
@@ -43,20 +35,9 @@ def martingale_tail(excess: float, variance: float) -> float:
 def smallest_excess(variance: float, level: float, power: float) -> float:
     """The smallest excess that `martingale_tail` finds at this level, with this power if chance has
     that variance."""
-    low, high = 0.0, 10.0 + 100.0 * math.sqrt(variance)
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        found = martingale_tail(middle, variance) < level
-        low, high = (low, middle) if found else (middle, high)
-    return high + NormalDist().inv_cdf(power) * math.sqrt(variance)
-
-
-def binomial_tail(count: int, trials: int, p: float) -> float:
-    """P(X ≥ count) of a binomial X."""
-    terms = (
-        math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1)
-    )
-    return min(1.0, math.fsum(terms))
+    spread = math.sqrt(variance)
+    least = brentq(lambda x: martingale_tail(x, variance) - level, 0.0, 10.0 + 100.0 * spread)
+    return float(least) + NormalDist().inv_cdf(power) * spread
 
 
 def sign_tail(differences: Sequence[float]) -> float:
@@ -73,26 +54,6 @@ def sign_tail(differences: Sequence[float]) -> float:
     return math.exp(-(total**2) / (2 * float((found**2).sum())))
 
 
-def noncentral_tail(statistic: float, freedom: int, noncentrality: float) -> float:
-    """P(χ² ≥ statistic) with this noncentrality: a mixture of central ones with Poisson weights."""
-    mean = noncentrality / 2
-    spread = int(12 * math.sqrt(mean) + 40)
-    terms = torch.arange(max(0, int(mean) - spread), int(mean) + spread, dtype=torch.float64)
-    log_weights = -mean + terms * math.log(max(mean, 1e-300)) - torch.lgamma(terms + 1)
-    half = torch.tensor(statistic / 2, dtype=torch.float64)
-    tails = torch.special.gammaincc(freedom / 2 + terms, half)
-    return float((log_weights.exp() * tails).sum())
-
-
-def chi_square_limit(freedom: int, level: float) -> float:
-    """The statistic that chance exceeds with this probability."""
-    low, high = 0.0, 1e5
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if chi_square_tail(middle, freedom) > level else (low, middle)
-    return high
-
-
 def smallest_variation(count: int, bins: int, level: float, power: float) -> float:
     """The smallest total variation δ between the law of a bin and the uniform one that χ² over
     `bins` equal bins finds with this power in `count` independent draws, at this level.
@@ -101,13 +62,8 @@ def smallest_variation(count: int, bins: int, level: float, power: float) -> flo
     error. So δ = √(λ / 4n), where λ is the noncentrality at which χ² with B − 1 degrees of freedom
     exceeds its limit with this power.
     """
-    limit = chi_square_limit(bins - 1, level)
-    low, high = 0.0, _HIGHEST
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        found = noncentral_tail(limit, bins - 1, middle) >= power
-        low, high = (low, middle) if found else (middle, high)
-    return min(1.0, math.sqrt(high / (4 * count)))
+    away = chndtrinc(chi2.isf(level, bins - 1), bins - 1, 1 - power)
+    return min(1.0, math.sqrt(away / (4 * count)))
 
 
 def smallest_shift(count: int, variance: float, level: float, power: float) -> float:

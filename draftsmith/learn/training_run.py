@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
+from scipy.special import ndtr, stdtrit
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
@@ -138,12 +138,9 @@ class Gain:
 
 def _outside(count: int) -> float:
     """The share of bootstrap draws below an interval for so many prompts. The draws spread less
-    than means do, by √((n − 1) / n), and the spread is an estimate itself (Student's t, by the
-    expansion of Cornish and Fisher)."""
-    normal, free = NormalDist(), count - 1
-    z = normal.inv_cdf((1 + CERTAINTY) / 2)
-    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
-    return normal.cdf(-t * math.sqrt(count / free))
+    than means do, by √((n − 1) / n), and the spread is an estimate itself (Student's t)."""
+    t = stdtrit(count - 1, (1 + CERTAINTY) / 2)
+    return float(ndtr(-t * math.sqrt(count / (count - 1))))
 
 
 def _rate(counts: np.ndarray) -> np.ndarray:

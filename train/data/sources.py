@@ -33,7 +33,7 @@ from train.data.file_sources import (
 )
 from train.data.row_kinds import EXPECTED
 from train.data.table_sources import (
-    BUILDERS,
+    TABLES,
     LoadedTable,
     TableFile,
     builder_options,
@@ -41,7 +41,7 @@ from train.data.table_sources import (
 )
 
 OWN_TYPES = {".jsonl": Lines, ".ndjson": Lines, ".json": Array, ".txt": Paragraphs}
-TYPES = (*OWN_TYPES, *BUILDERS)
+TYPES = (*OWN_TYPES, *TABLES)
 SAVED = ("state.json", "dataset_dict.json")  # in a directory that `datasets` saved
 CARDS = ("README.md", ".huggingface.yaml")  # say which files a data set's subsets have
 
@@ -131,7 +131,7 @@ def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator
 
 def _file(name: str, label: str, path: Path, kind: str, options: Mapping[str, Any]) -> Source:
     """The source of one file. options: of the builder of its data set."""
-    if kind in BUILDERS:
+    if kind in TABLES:
         return TableFile(name, label, path, options)
     if kind == ".json":
         return Array(name, label, path, options.get("field"))

@@ -1,29 +1,27 @@
-"""Tables that `datasets` maps into memory: files of Parquet, Arrow and comma-separated text, and
-data sets that it saved or that it reads itself.
+"""Tables: files of Parquet, Arrow and comma-separated text, and data sets that `datasets` saved or
+reads itself.
 
-Each file is a table of its own, so files of one data set may have other columns and other types.
-Some rows of each are compared with what is written there, and a value that `datasets` changed is an
-error.
+They are read as they were written, some rows at a time. Each file is a table of its own, so files
+of one data set may have other columns and other types.
 """
 
 import glob
 import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
-from itertools import islice
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from decode.base.errors import UserError
-from decode.model.pretrained import no_progress_bars
 from train.data.file_sources import Raw, Source, file_stamp, file_type, unpacked
-from train.data.row_kinds import FIELDS, READ, short
+from train.data.row_kinds import FIELDS, READ
 
-# The builder of `datasets` for each type of file.
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-COMPARED = 64  # rows at the beginning of a file, and of its last part
+TABLES = (".parquet", ".csv", ".tsv", ".arrow")
+TOGETHER = 1024  # rows that are read together
+
+Row = dict[str, Any]
 
 
 class TableSource(Source):
@@ -32,34 +30,11 @@ class TableSource(Source):
 
     def rows(self) -> Iterator[tuple[int, Raw]]:
         with named(self.name, "cannot be read"):
-            self._data = _read_columns(self._load())
-            self._require_same()
-        with named(self.name, "has a row that cannot be read"):
-            features = self._data.features
-            for number, row in enumerate(self._data):
-                yield number, {name: _present(row[name], features[name]) for name in row}
-
-    def _require_same(self) -> None:
-        """Raise UserError if one of the compared rows is not as it was written."""
-        features = self._data.features
-        for number, written in self._written(list(features)):
-            read = self._data[number]
-            for column in features:
-                before = _decoded(written[column], features[column])
-                if not _same(before, read[column]):
-                    raise UserError(
-                        f"{self.name}:{number}: the column {column} is {short(before)} in the "
-                        f"file, but {short(read[column])} as `datasets` reads it; expected the "
-                        "same value. Write the rows as .jsonl"
-                    )
+            yield from enumerate(self._rows())
 
     @abstractmethod
-    def _load(self) -> Any:
-        """The `datasets.Dataset`."""
-
-    @abstractmethod
-    def _written(self, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Numbers of rows, and what was written there."""
+    def _rows(self) -> Iterator[Row]:
+        """The rows, with the columns that are read."""
 
 
 class LoadedTable(TableSource):
@@ -73,19 +48,15 @@ class LoadedTable(TableSource):
     def stamp(self) -> list[Any]:
         return [self._loaded._fingerprint]
 
-    def _load(self) -> Any:
-        return self._loaded
-
-    def _written(self, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-        count = len(self._data)
-        for first in {0, max(count - COMPARED, 0)} if count else ():
-            rows = self._data.with_format("arrow")[first : first + COMPARED]
-            yield from enumerate(rows.to_pylist(), first)
+    def _rows(self) -> Iterator[Row]:
+        data = self._loaded.select_columns(_used(self._loaded.column_names))
+        batches = data.with_format("arrow").iter(batch_size=TOGETHER)
+        return _rows_of(batches, data.features)
 
 
 class TableFile(TableSource):
     """A file. All cells of comma-separated text are text, also NA and 007, and an empty one is
-    missing. options: of the builder."""
+    missing. options: of the builder of its data set."""
 
     def __init__(
         self, name: str, label: str, path: Path, options: Mapping[str, Any] | None = None
@@ -97,39 +68,58 @@ class TableFile(TableSource):
     def stamp(self) -> list[Any]:
         return [*file_stamp(self._path), repr(self._options)]
 
-    def _load(self) -> Any:
-        from datasets import load_dataset_builder
-
+    def _rows(self) -> Iterator[Row]:
         if not self._path.exists():
             raise UserError(
                 f"{self.name}: no such file or directory (looked at {self._path.absolute()})."
             )
-        self._content = unpacked(self._path, self.name)
-        # A path, and no pattern of paths.
-        options = self._options | {"data_files": glob.escape(str(self._content))}
-        if BUILDERS[self._type] == "csv":
-            options |= {"sep": "\t"} if self._type == ".tsv" and "sep" not in options else {}
-            options = _as_text(options)
-        with no_progress_bars():
-            builder = load_dataset_builder(BUILDERS[self._type], **options)
-            builder.download_and_prepare()
-        return builder.as_dataset(split="train")
-
-    def _written(self, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-        return _rows_of_file(self._content, self._type, columns)
+        content = unpacked(self._path, self.name)
+        if self._type == ".parquet":
+            return _rows_of_parquet(content)
+        if self._type == ".arrow":
+            return _rows_of_arrow(content)
+        tabs = {"sep": "\t"} if self._type == ".tsv" and "sep" not in self._options else {}
+        return _rows_of_text(content, self._options | tabs)
 
 
-def _as_text(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with which the builder reads cells as text, also words such as NA and None."""
+def _rows_of_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow.parquet  # type: ignore[import-untyped]
+    from datasets import Features
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        used = _used(file.schema_arrow.names)
+        batches = file.iter_batches(batch_size=TOGETHER, columns=used)
+        yield from _rows_of(batches, Features.from_arrow_schema(file.schema_arrow))
+
+
+def _rows_of_arrow(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from datasets import Features
+
+    with pyarrow.memory_map(str(path)) as content:
+        try:
+            batches = reader = pyarrow.ipc.open_stream(content)
+        except pyarrow.ArrowInvalid:
+            reader = pyarrow.ipc.open_file(content)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        used = _used(reader.schema.names)
+        parts = (batch.select(used) for batch in batches)
+        yield from _rows_of(parts, Features.from_arrow_schema(reader.schema))
+
+
+def _rows_of_text(path: Path, options: Mapping[str, Any]) -> Iterator[Row]:
+    """options: of the builder of `datasets`, which knows what pandas calls them. All cells are
+    text, also words such as NA and None."""
     import pandas  # type: ignore[import-untyped]
-    from datasets import Features, Value, load_dataset_builder
+    from datasets import load_dataset_builder
 
-    builder = load_dataset_builder("csv", **options)
-    [file] = builder.config.data_files["train"]
-    read = {k: v for k, v in builder.config.pd_read_csv_kwargs.items() if k != "chunksize"}
-    columns = pandas.read_csv(file, **read | {"nrows": 0}).columns
-    text = Features(dict.fromkeys(columns, Value("string")))
-    return {**options, "features": text, "keep_default_na": False, "na_values": [""]}
+    # A path, and no pattern of paths.
+    config = load_dataset_builder("csv", **options, data_files=glob.escape(str(path))).config
+    text = {"dtype": str, "keep_default_na": False, "na_values": [""], "chunksize": TOGETHER}
+    with pandas.read_csv(path, **config.pd_read_csv_kwargs | text) as parts:
+        for part in parts:
+            cells = part[_used(part.columns)].astype(object)
+            yield from cells.where(cells.notna(), None).to_dict("records")
 
 
 def builder_options(config: Any) -> dict[str, Any]:
@@ -142,18 +132,18 @@ def builder_options(config: Any) -> dict[str, Any]:
     }
 
 
-def _read_columns(data: Any) -> Any:
-    """The columns that are read: others may be large, or media that take long to decode. All of
-    them if none says what a row is, for the message that refuses it."""
-    known = not set(FIELDS).isdisjoint(data.column_names)
-    used = [name for name in data.column_names if name in READ] if known else data.column_names
-    data = data.with_format(None).select_columns(used)
-    for name in used:
-        feature = data.features[name]
-        # Objects of JSON are kept as text, which is decoded; media stay as they are.
-        if getattr(feature, "decode", False) and not _is_json(feature):
-            data = data.cast_column(name, replace(feature, decode=False))
-    return data
+def _used(columns: Iterable[str]) -> list[str]:
+    """The columns that are read: others may be large. All of them if none says what a row is, for
+    the message that refuses it."""
+    known = not set(FIELDS).isdisjoint(columns)
+    return [name for name in columns if name in READ or not known]
+
+
+def _rows_of(batches: Iterable[Any], features: Mapping[str, Any]) -> Iterator[Row]:
+    """features: those of `datasets`, by column. Media stay as they are stored."""
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield {name: _value(cell, features[name]) for name, cell in row.items()}
 
 
 def _is_json(feature: Any) -> bool:
@@ -166,68 +156,19 @@ def _inner(feature: Any) -> Any:
     return feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
 
 
-def _present(value: Any, feature: Any) -> Any:
-    """A value without the nulls of objects that have the fields of others. Objects that are kept as
-    JSON have their own."""
-    if isinstance(value, dict) and isinstance(feature, dict):
-        return {k: _present(v, feature[k]) for k, v in value.items() if v is not None}
-    if isinstance(value, list) and (inner := _inner(feature)) is not None:
-        return [_present(part, inner) for part in value]
-    return value
-
-
-def _decoded(value: Any, feature: Any) -> Any:
-    """A value of a file as `datasets` decodes it: texts of JSON are what they say."""
+def _value(value: Any, feature: Any) -> Any:
+    """A stored value: texts of JSON are what they say, with their own nulls. Other objects have the
+    fields of all in their column, so their nulls are left out."""
     if isinstance(value, str) and _is_json(feature):
         try:
             return json.loads(value)
         except ValueError:
             return value
     if isinstance(value, dict) and isinstance(feature, dict):
-        return {k: _decoded(v, feature.get(k)) for k, v in value.items()}
+        return {k: _value(v, feature.get(k)) for k, v in value.items() if v is not None}
     if isinstance(value, list) and (inner := _inner(feature)) is not None:
-        return [_decoded(part, inner) for part in value]
+        return [_value(part, inner) for part in value]
     return value
-
-
-def _same(before: Any, after: Any) -> bool:
-    """Whether two values have the same types and content."""
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_same(before[k], after[k]) for k in before)
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_same, before, after))
-    return type(before) is type(after) and (before == after or before != before)
-
-
-def _rows_of_file(
-    path: Path, kind: str, columns: list[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Some rows as the file has them, with their numbers. None of a file of text."""
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    def of(first: int, batches: Iterator[Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-        for batch in islice(batches, 1):
-            yield from enumerate(batch.slice(0, COMPARED).select(columns).to_pylist(), first)
-
-    if kind == ".parquet":
-        with pyarrow.parquet.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
-            for number in {0, len(groups) - 1} if groups else ():
-                some = {"batch_size": COMPARED, "row_groups": [number], "columns": columns}
-                yield from of(sum(groups[:number]), file.iter_batches(**some))
-    elif kind == ".arrow":
-        with pyarrow.memory_map(str(path)) as content:
-            try:
-                reader = pyarrow.ipc.open_stream(content)
-                yield from of(0, iter(reader))
-            except pyarrow.ArrowInvalid:
-                reader = pyarrow.ipc.open_file(content)
-                first = 0
-                for number in range(reader.num_record_batches):
-                    batch = reader.get_batch(number)
-                    if number in (0, reader.num_record_batches - 1):
-                        yield from of(first, iter([batch]))
-                    first += len(batch)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ none, and the interval then covers the true ratio in about 84% of the cases.
 from functools import lru_cache
 
 import numpy as np
+from scipy.special import stdtrit
 
 # With fewer prompts there is no interval: they say too little about how prompts differ.
 FEWEST_PROMPTS = 6
@@ -68,7 +69,7 @@ def _half_width(figures: np.ndarray) -> float:
         return 0.0
     logarithms = np.log(sums[:, :4]) @ SIGNS
     away = np.abs(logarithms[1:] - logarithms[0]) / errors[1:]
-    student = student_quantile(count - 1)
+    student = stdtrit(count - 1, 0.975)
     return float(errors[0] * np.clip(np.quantile(away, 0.95), student, 2 * student))
 
 
@@ -78,11 +79,3 @@ def _draws(count: int) -> np.ndarray:
     drawn = np.random.default_rng(0).integers(0, count, (DRAWS, count))
     places = drawn + count * np.arange(DRAWS)[:, None]
     return np.bincount(places.ravel(), minlength=drawn.size).reshape(drawn.shape).astype(np.float64)
-
-
-def student_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's distribution with `freedom` degrees of freedom, at least 5:
-    three terms of its expansion around the normal one (Abramowitz and Stegun, 26.7.5). It is at
-    most 1% too small."""
-    z = 1.959964
-    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
