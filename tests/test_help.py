@@ -11,6 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
 from draftsmith.cli.audit import AuditDrawing
 from draftsmith.cli.command import CallerOptions, Drawing, Loading
 from draftsmith.cli.main import COMMANDS, app
@@ -123,3 +126,25 @@ def test_settings_of_one_topic_are_one_option() -> None:
 def test_a_wrong_setting_of_a_topic_is_named(wrong: Callable[[], object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         wrong()
+
+
+@pytest.mark.parametrize("name", ["~no-such-user/x", 300 * "x", "loop", "file/x"])
+@pytest.mark.parametrize("option", ["--target", "--drafter", "--prompts"])
+def test_a_name_that_no_file_can_have_ends_in_a_line(
+    option: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    save_tiny(tmp_path / "target", "llama")
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hello"}\n', encoding="utf-8")
+    given = {"--target": "target", "--drafter": "ngram", "--prompts": "rows.jsonl"}
+    arguments = [f"{key}={value}" for key, value in (given | {option: name}).items()]
+    result = CliRunner().invoke(app, ["evaluate", *arguments])
+    assert (result.exit_code, result.output.startswith("error: ")) == (2, True), result.output
+
+
+def test_a_drafter_is_named_in_more_letters_than_a_file(target: Target) -> None:
+    layers = f"attention={[0] * 100},mlp=[0]".replace(" ", "")
+    assert isinstance(open_drafter(f"skip:{layers}", target), Drafter)
