@@ -95,6 +95,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "dspark": (DSPARK, {"cross_entropy": 0.1, "total_variation": 1.8}),
     "dflash2": (BLOCK | {"type": "dflash2"}, {"forward_kl": 1.0}),
     "xpress": (BLOCK | {"type": "xpress"}, {"cross_entropy": 0.1, "total_variation": 1.8}),
+    "domino": (BLOCK | {"type": "domino", "block": 8}, {"cross_entropy": 1.0}),
     # Block drafters by the loss of the other heads. The confidence head learns from TV only.
     "dflash_kl": (DFLASH, {"forward_kl": 1.0}),
     "dspark_kl": (DSPARK | {"confidence": False}, {"forward_kl": 1.0}),
@@ -123,6 +124,7 @@ ONE_PASS = (
     "dspark",
     "dflash2",
     "xpress",
+    "domino",
     "dflash_kl",
     "dspark_kl",
 )
@@ -234,7 +236,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": settings.lr}}
     reads_layers = any(
         HEADS[name][0]["type"]
-        in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "xpress", "kangaroo")
+        in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "xpress", "domino", "kangaroo")
         for name in settings.arms
         if name in HEADS
     )

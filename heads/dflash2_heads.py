@@ -29,7 +29,6 @@ from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.model.forward.attention_mask import Attend
 from decode.shapes import Growth
-from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import at_least_float32
 from heads.dflash_heads import DFlashDrafter, DFlashHeads
 from heads.heads_module import HEADS, Prediction, shift_left
@@ -151,7 +150,6 @@ class DFlash2Heads(DFlashHeads):
                 f"candidates is {options.candidates}, but these heads draft {self.rows} tokens; "
                 "expected at most that"
             )
-        self.vocab_size = len(model.get_input_embeddings().weight)
         self.candidate_selector = CandidateSelector(
             self.hidden_size, self.vocab_size, options.rank, self.rows
         )
@@ -172,9 +170,7 @@ class DFlash2Heads(DFlashHeads):
     ) -> Prediction:
         (states,) = read
         before = shift_left(input_ids, depth)[positions]
-        labels = shift_left(input_ids, depth + 1)[positions]
-        if self.vocabulary is not None:
-            labels = rows_of_tokens(self.vocabulary, self.vocab_size)[labels]
+        labels = self.labels(depth, positions, input_ids)
         losses = self.recomputed(self.selector_losses, states, before, labels)
         weight = self.options.selector_weight
         return Prediction(depth, positions, states, extra_loss=weight * losses)

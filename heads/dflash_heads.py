@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -29,6 +30,8 @@ from decode.draw.sampling import Sampling
 from decode.model.forward.attention_mask import Attend
 from decode.model.loading import Target
 from decode.shapes import Growth
+from distill.choose_vocabulary import rows_of_tokens
+from distill.chunked_loss import at_least_float32
 from distill.row_numbers import row_numbers
 from heads.attending_heads import AttendingHeads
 from heads.heads_drafter import AttendingDrafter
@@ -38,6 +41,9 @@ from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from heads.layers.target_layers import copy_norm, require_layers
 from heads.options import DFlashOptions
+
+# The predictions whose logits exist at once beside those of the stage's loss.
+CHUNK = 256
 
 
 def even_taps(count: int, layers: int) -> list[int]:
@@ -137,6 +143,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         assert options.taps is not None
         assert options.mask_token is not None
         self.captured_layers, self.mask_token = tuple(options.taps), options.mask_token
+        self.vocab_size = len(model.get_input_embeddings().weight)
         self.reserved_tokens = (self.mask_token,)
         self.config = layer_config(model, options.layer)
         self.config.num_hidden_layers = self.attending_layers = self.parts = options.layers
@@ -247,6 +254,34 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         """The prediction of a place. positions: bool [B, T] with n True values, as in
         `Prediction`. input_ids: int64 [B, T], the texts. read: [n, …] of `read_places`."""
         return Prediction(depth, positions, read[0])
+
+    def labels(self, depth: int, positions: Tensor, input_ids: Tensor) -> Tensor:
+        """int64 [n]: the output rows of the text's tokens at a place, −100 for a token without one.
+        The arguments are those of `prediction`."""
+        labels = shift_left(input_ids, depth + 1)[positions]
+        if self.vocabulary is None:
+            return labels
+        return rows_of_tokens(self.vocabulary, self.vocab_size)[labels]
+
+    def place_logits(self, states: Tensor, added: Tensor | None = None) -> Tensor:
+        """[n, V']: the logits of places by their states, [n, H]. added: [n, R], of heads that add
+        something; None leaves it out."""
+        return linear(*self.output.last_product(1, states))
+
+    def losses(self, states: Tensor, added: Tensor | None, labels: Tensor) -> Tensor:
+        """float32 [n]: the cross-entropy of `place_logits`, 0 for a label of −100. labels: int64
+        [n], output rows."""
+
+        def of_part(states: Tensor, added: Tensor | None, labels: Tensor) -> Tensor:
+            logits = self.place_logits(states, added)
+            logits = logits.to(at_least_float32(logits.dtype))
+            return cross_entropy(logits, labels, reduction="none")
+
+        parts = (
+            (states[part], None if added is None else added[part], labels[part])
+            for part in torch.arange(len(states), device=states.device).split(CHUNK)
+        )
+        return torch.cat([self.recomputed(of_part, *part) for part in parts])
 
 
 @DRAFTERS.register("dflash")

@@ -378,6 +378,22 @@ class XPressOptions(DFlashOptions):
     """The weight of the cross-entropy of the block without the refiner."""
 
 
+class DominoOptions(DFlashOptions):
+    """Options of Domino heads (2605.29707). The sizes are those of Model Optimizer's recipe. The
+    paper's loss is `cross_entropy: 1` in the stage's `losses`."""
+
+    type: Literal["domino"] = "domino"  # type: ignore[assignment]
+    block: int = Field(16, ge=2)
+    """S, the tokens of a block: the last token of the text, then mask tokens. Each predicts the
+    token after it, so a draft has at most S tokens."""
+    gru: int = Field(1024, ge=1)
+    """G, the size of the GRU's state."""
+    rank: int = Field(256, ge=1)
+    """R, the rank of what is added to the logits."""
+    base_weight: float = Field(0.5, ge=0)
+    """The weight of the cross-entropy of the block without the GRU."""
+
+
 class KangarooOptions(AttendingOptions):
     """Options of Kangaroo's adapter (2404.18911). The paper trains it on the target's distribution:
     set the stage's `losses` to `forward_kl: 1`."""

@@ -17,7 +17,7 @@ V vocabulary, V' draft vocabulary.
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, silu
+from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from decode.base.device import to_device
@@ -26,14 +26,9 @@ from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
-from distill.choose_vocabulary import rows_of_tokens
-from distill.chunked_loss import at_least_float32
-from heads.dflash_heads import DFlashDrafter, DFlashHeads
-from heads.heads_module import HEADS, Prediction, shift_left
+from heads.dflash_heads import CHUNK, DFlashDrafter, DFlashHeads
+from heads.heads_module import HEADS, Prediction
 from heads.options import XPressOptions
-
-# The predictions whose logits exist at once beside those of the stage's loss.
-CHUNK = 256
 
 
 class Refiner(nn.Module):
@@ -96,7 +91,6 @@ class XPressHeads(DFlashHeads):
         self, options: XPressOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, model, vocabulary)
-        self.vocab_size = len(model.get_input_embeddings().weight)
         self.refiner_head = Refiner(self.hidden_size, self.vocab_size, options, self.rows)
 
     @torch.no_grad()
@@ -128,22 +122,20 @@ class XPressHeads(DFlashHeads):
         the refiner; None: without it."""
         parts = blocks.flatten(0, 2).split(CHUNK)
         added = [None] * len(parts) if rows is None else rows.flatten(0, 2).split(CHUNK)
-        found = [self.refined(*part).argmax(-1) for part in zip(parts, added, strict=True)]
+        found = [self.place_logits(*part).argmax(-1) for part in zip(parts, added, strict=True)]
         ids = torch.cat(found).view(blocks.shape[:-1])
         return ids if self.vocabulary is None else self.vocabulary[ids]
 
-    def refined(self, states: Tensor, rows: Tensor | None) -> Tensor:
-        """[n, V']: the logits of states [n, H] with the refiner's rows [n, R]."""
-        logits = linear(*self.output.last_product(1, states))
-        return logits if rows is None else logits + self.refiner_head.readout(rows)
+    def place_logits(self, states: Tensor, added: Tensor | None = None) -> Tensor:
+        """added: [n, R], the refiner's rows."""
+        logits = super().place_logits(states)
+        return logits if added is None else logits + self.refiner_head.readout(added)
 
     def prediction(
         self, depth: int, positions: Tensor, input_ids: Tensor, *read: Tensor
     ) -> Prediction:
         states, rows, *passes = read
-        labels = shift_left(input_ids, depth + 1)[positions]
-        if self.vocabulary is not None:
-            labels = rows_of_tokens(self.vocabulary, self.vocab_size)[labels]
+        labels = self.labels(depth, positions, input_ids)
         options = self.options
         extra = options.base_weight * self.losses(states, None, labels)
         for of_pass in passes:
@@ -151,21 +143,6 @@ class XPressHeads(DFlashHeads):
             extra = extra + share * self.losses(states, of_pass, labels)
         added = (rows, self.refiner_head.readout.weight)
         return Prediction(depth, positions, states, extra_loss=extra, added=added)
-
-    def losses(self, states: Tensor, rows: Tensor | None, labels: Tensor) -> Tensor:
-        """float32 [n]: the cross-entropy of each label, 0 for a label of −100. labels: int64 [n],
-        output rows."""
-
-        def of_part(states: Tensor, rows: Tensor | None, labels: Tensor) -> Tensor:
-            logits = self.refined(states, rows)
-            logits = logits.to(at_least_float32(logits.dtype))
-            return cross_entropy(logits, labels, reduction="none")
-
-        parts = (
-            (states[part], None if rows is None else rows[part], labels[part])
-            for part in torch.arange(len(states), device=states.device).split(CHUNK)
-        )
-        return torch.cat([self.recomputed(of_part, *part) for part in parts])
 
 
 @DRAFTERS.register("xpress")

@@ -108,6 +108,8 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "dflash2": {"type": "dflash2", "layers": 1, "block": 4, "taps": [0], "mask_token": 2}
     | {"group": 8, "rank": 4, "candidates": 2},
     "xpress": {"type": "xpress", "layers": 1, "block": 4, "taps": [0], "mask_token": 2, "rank": 4},
+    "domino": {"type": "domino", "layers": 1, "block": 3, "taps": [0], "mask_token": 2}
+    | {"gru": 5, "rank": 4},
     "kangaroo": {"type": "kangaroo", "exit_layer": 1, "depth": 3},
     "mtp": {"type": "mtp", "depth": 3},
 }

@@ -49,6 +49,7 @@ P_EAGLE: dict[str, Any] = {"type": "p_eagle", "tokens": 3, "layers": 2}
 DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
 DFLASH2 = DFLASH | {"type": "dflash2", "rank": 8, "candidates": 5}
 XPRESS = DFLASH | {"type": "xpress", "rank": 8}
+DOMINO = DFLASH | {"type": "domino", "block": 3, "gru": 6, "rank": 8}
 DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}
 
 

@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"candidates": 5},
     "xpress": {"type": "xpress", "layers": 2, "block": DEPTH + 1, "taps": TAPS, "rank": 8}
     | {"passes": 2},
+    "domino": {"type": "domino", "layers": 2, "block": DEPTH, "taps": TAPS, "gru": 6, "rank": 8},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 LOSSES = {"cross_entropy": 0.1, "total_variation": 1.8}
@@ -204,7 +205,7 @@ def with_last(heads: Any, states: Tensor, logits: Tensor, before: Tensor) -> Ten
         head = heads.markov_head
         added: Tensor = head.markov_w1.weight[before] @ head.markov_w2.weight.T
         return logits + added
-    if heads.options.type in ("dflash", "xpress"):
+    if heads.options.type in ("dflash", "xpress", "domino"):
         return logits
     return torch.stack(
         [
@@ -237,6 +238,18 @@ def refiner_losses(heads: Any, states: Tensor, logits: Tensor, before: Tensor) -
         rows = logits + refined(heads, states, torch.cat([before[:2], guesses[1:-1]]))
         terms, guesses = terms - 0.15 * rows.log_softmax(-1), rows.argmax(-1)
     return terms
+
+
+def after_tokens(heads: Any, states: Tensor, tokens: Tensor) -> Tensor:
+    """[S, V]: what Domino adds by torch's own GRU, for the states [S, H] of a block. tokens: int64
+    [S], the anchor and the first tokens of the draft."""
+    gru = torch.nn.GRU(states.shape[1], heads.options.gru, bias=False).to(states.dtype)
+    gru.load_state_dict(heads.prefix_gru.state_dict())
+    embedded = target().model.get_input_embeddings().weight[tokens].to(states.dtype)
+    both = torch.cat([states, gru(embedded)[0]], -1)
+    first, _, last = heads.embed_proj
+    added = F.silu(both @ first.weight.T) @ last.weight.T
+    return torch.cat([torch.zeros_like(added[:1]), added[1:]])
 
 
 def edges(heads: Any, state: Tensor, before: Tensor, row: Tensor, ids: Tensor) -> Tensor:
@@ -295,6 +308,10 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
                 before = ids[b, (a - 1 + torch.arange(DEPTH + 1)).clamp(max=8)]
                 more = refiner_losses(heads, *whole, before)[1 : learnt + 1]
                 whole = whole[0], whole[1] + refined(heads, whole[0], before)
+            if kind == "domino":
+                tokens = ids[b, (a + torch.arange(DEPTH)).clamp(max=8)]
+                more = -0.5 * whole[1].log_softmax(-1)[:learnt]
+                whole = whole[0], whole[1] + after_tokens(heads, whole[0], tokens)
             states, rows = (x[heads.first_slot :][:learnt] for x in whole)
             known = (heads, states, rows, ids[b, places - 1])
             # What DFlash2's selector adds is in a term of its own.
@@ -308,7 +325,7 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
             with torch.no_grad():
                 c = heads.confidence(states, prior).sigmoid()
             terms = terms - taken * c.log() - (1 - taken) * (1 - c).log()
-        if kind == "xpress":
+        if kind in ("xpress", "domino"):
             terms = terms + more.gather(1, ids[b, places][:, None])[:, 0]
         if kind == "dflash2":
             with torch.no_grad():

@@ -26,6 +26,7 @@ from heads.heads_directory import read_heads
 from tests.export import (
     DFLASH,
     DFLASH2,
+    DOMINO,
     DSPARK,
     EAGLE1,
     EAGLE3,
@@ -57,6 +58,7 @@ HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "speculators-peagle": (P_EAGLE, KEPT),
     "dflash": (DFLASH, None),
     "dflash2": (DFLASH2, None),
+    "domino": (DOMINO, None),
     "dspark": (DSPARK, None),
     "dflash-gguf": (DFLASH | WINDOW, KEPT),
     "dflash2-gguf": (DFLASH2, None),
@@ -522,6 +524,7 @@ FAULTS: dict[str, dict[str, Change]] = {
         ),
     },
     "dflash2": {"is_causal is True, expected False": settings(is_causal=True)},
+    "domino": {"emb_dim is 9, and dflash_config.emb_dim 8": settings(emb_dim=9)},
     "dspark": {
         "markov_head_type is 'gated', expected 'vanilla'": settings(markov_head_type="gated"),
     },

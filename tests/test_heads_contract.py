@@ -124,6 +124,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
                 ("medusa", "block", None),
                 ("p_eagle", "block", None),
                 ("xpress", "traversal", "distinct"),
+                ("domino", "traversal", "distinct"),
                 ("medusa, then lookup", "block", None),
                 ("hydra", "multi_round", "distinct"),
                 ("blockwise", "traversal", "distinct"),

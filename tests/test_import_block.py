@@ -177,8 +177,8 @@ def test_a_published_dflash2_says_all_that_readers_need(tmp_path: Path, target: 
 
 
 def model_optimizer(kind: str = "dflash", **inner: Any) -> Published:
-    """As Model Optimizer 0.47 writes it: with `causal` always, and DSpark's settings in
-    `dflash_config` and its tensors by other names. inner: other settings there."""
+    """As Model Optimizer 0.47 writes it: with `causal` always, the settings of DSpark and Domino
+    in `dflash_config`, and DSpark's tensors by other names. inner: other settings there."""
     published, rank = z_lab(), 8
     published.config["dflash_config"] |= {"causal": False} | inner
     if kind == "dspark":
@@ -191,6 +191,18 @@ def model_optimizer(kind: str = "dflash", **inner: Any) -> Published:
         } | inner
         shapes = {f"markov_w{n}.weight": (ROWS, rank) for n in (1, 2)}
         shapes |= {"confidence_proj.weight": (1, HIDDEN + rank), "confidence_proj.bias": (1,)}
+        published.tensors.update(random_tensors(shapes, torch.bfloat16))
+    if kind == "domino":
+        published.config |= {"emb_dim": rank}
+        published.config["dflash_config"] |= {
+            "projector_type": "domino",
+            "shift_label": True,
+            "pure_draft_prefix_len": 1,
+            "gru_hidden_dim": 6,
+            "emb_dim": rank,
+        } | inner
+        shapes = {"embed_proj.0.weight": (rank, HIDDEN + 6), "embed_proj.2.weight": (ROWS, rank)}
+        shapes |= {f"prefix_gru.weight_{x}_l0": (18, n) for x, n in (("ih", HIDDEN), ("hh", 6))}
         published.tensors.update(random_tensors(shapes, torch.bfloat16))
     return published
 
@@ -215,6 +227,20 @@ def test_model_optimizers_dspark_is_the_authors(tmp_path: Path, target: Target) 
     assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
+def test_model_optimizers_domino_comes_back(tmp_path: Path, target: Target) -> None:
+    published = model_optimizer("domino")
+    imported = import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+    assert (imported.layout, imported.depth) == ("domino", 4)
+    export_drafter(tmp_path / "out", "sglang", tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == published.tensors.keys()
+    assert all(torch.equal(exported[n], x) for n, x in published.tensors.items())
+    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
+    before = {key: x for key, x in published.config["dflash_config"].items() if key != "causal"}
+    assert (config["dflash_config"], config["emb_dim"]) == (before, 8)
+    assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_model_optimizers_window_is_that_of_all_layers(
     kind: str, tmp_path: Path, target: Target
@@ -233,7 +259,10 @@ def test_model_optimizers_window_is_that_of_all_layers(
         ("dflash", {"causal": True}, {}, "a token of a block sees only those before it"),
         ("dflash", {"attention_sink_bias": True}, {}, "these heads have no learnt sinks"),
         ("dflash", {}, {"attention_sink_bias": True}, "these heads have no learnt sinks"),
-        ("dflash", {"projector_type": "domino"}, {}, "'domino', heads that are not read here"),
+        ("dflash", {"projector_type": "eagle"}, {}, "'eagle', heads that are not read here"),
+        ("domino", {"pure_draft_prefix_len": 2}, {}, "dflash_config is {"),
+        ("domino", {"shift_label": False}, {}, "dflash_config is {"),
+        ("domino", {}, {"emb_dim": 4}, "emb_dim is 4, and dflash_config.emb_dim 8"),
         ("dflash", {"use_swa": True}, {}, "expected one kind of layers, and a window"),
         ("dflash", {"emb_dim": 8}, {}, "has dflash_config.emb_dim, which this import does not"),
         ("dflash", {}, {"gate": 8}, "config.json has gate, which this import does not know"),

@@ -14,8 +14,9 @@ Published configs differ in where they say how a block attends: at the top, or i
 tensors without `markov_head` and `confidence_head`. All are read as vLLM reads them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -92,7 +93,7 @@ class DFlashLayers(LayerFormat):
 
     name = "dflash"
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
-    vllm = {"method": "dflash"}
+    vllm: ClassVar[dict[str, Any] | None] = {"method": "dflash"}
     layer_ids = "outputs"
     architecture = "DFlashDraftModel"
     heads: ClassVar[type[DFlashHeads]] = DFlashHeads
@@ -154,7 +155,7 @@ class DFlashLayers(LayerFormat):
 
     def draft_expected(self) -> dict[str, Any]:
         """Return the expected values of `draft_settings`, for `key_problems`."""
-        return {INNER: _is_dflash_config}
+        return {INNER: is_dflash_config}
 
     def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype)
@@ -246,7 +247,7 @@ class DFlashLayers(LayerFormat):
         if projector not in (None, self.kind):
             problems.append(
                 f"config.json: {INNER}.{PROJECTOR} is {projector!r}, heads that are not read here; "
-                "known are DFlash's, DFlash2's and DSpark's"
+                "known are DFlash's, DFlash2's, Domino's and DSpark's"
             )
         if _is_causal(contents):
             problems.append(
@@ -431,7 +432,7 @@ class DFlash2Layers(DFlashLayers):
         return contents | {INNER: draft, "block_size": block}
 
     def draft_expected(self) -> dict[str, Any]:
-        return {INNER: partial(_is_dflash_config, others=SECOND), "is_causal": False}
+        return {INNER: partial(is_dflash_config, counts=SECOND), "is_causal": False}
 
     def table(self, config: dict[str, Any]) -> list[TensorRow]:
         hidden, draft = config["hidden_size"], self.draft_of(config)
@@ -469,6 +470,8 @@ def _published_kind(config: dict[str, Any]) -> str | None:
         return "dspark"
     if "selector_rank" in inner:
         return "dflash2"
+    if inner.get(PROJECTOR) == "domino":
+        return "domino"
     return "dflash" if INNER in config else None
 
 
@@ -480,12 +483,17 @@ def _is_causal(config: dict[str, Any]) -> bool:
     return SLIDING in (config.get("layer_types") or ())
 
 
-def _is_dflash_config(value: Any, others: Collection[str] = ()) -> bool:
-    """others: counts beside the mask token and the target's layers."""
+def is_dflash_config(
+    value: Any,
+    counts: Collection[str] = (),
+    stated: Mapping[str, Any] = MappingProxyType({}),
+) -> bool:
+    """counts, stated: what is beside the mask token and the target's layers."""
     return (
         isinstance(value, dict)
-        and value.keys() == {"mask_token_id", "target_layer_ids", *others}
+        and value.keys() == {"mask_token_id", "target_layer_ids", *counts, *stated}
         and is_id(value["mask_token_id"])
         and are_layers(value["target_layer_ids"])
-        and all(is_count(value[name]) for name in others)
+        and all(is_count(value[name]) for name in counts)
+        and all(value[name] == usual for name, usual in stated.items())
     )

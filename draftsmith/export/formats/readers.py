@@ -74,6 +74,7 @@ READERS: dict[str, dict[str, Reads]] = {
     "dspark": {"vllm": Reads("0.32", note=_GPU)},
     "speculators-dspark": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
     "dflash2": {"vllm": Reads("0.32", note=_GPU), "sglang": Reads("0.5.23", note="not on a CPU")},
+    "domino": {"sglang": Reads("0.5.23", note="on a GPU, in bfloat16")},
     "speculators-dflash2": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
     "speculators-xpress": {"vllm": Reads("0.33", note=_GPU), "speculators": Reads("0.9")},
     "mtp": {"vllm": Reads("0.32", ran="0.32")},
