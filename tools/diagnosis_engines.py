@@ -1,5 +1,5 @@
-"""Faults of a real engine, diagnosed: `python -m tools.diagnosis_engines [NAME …]`. `equal` is a drafter
-that it serves without one.
+"""Faults of a real engine, diagnosed: `python -m tools.diagnosis_engines [NAME …]`. `equal` is a
+drafter that it serves without one.
 
 vLLM for CPUs, from DRAFTSMITH_ENGINES, serves a tiny target with a drafter that learnt its texts by
 heart. What `draftsmith diagnose` says of it is printed.
