@@ -48,17 +48,22 @@ def target() -> Target:
 
 @functools.cache
 def known() -> list[list[int]]:
-    """The texts that drafters learn: prompts with the target's greedy answers, token ids."""
+    """The texts that drafters learn."""
+    return texts_of(target())
+
+
+def texts_of(one: Target) -> list[list[int]]:
+    """Prompts with the target's greedy answers, token ids."""
     rng = np.random.default_rng(1000)
     asked = [rng.integers(3, VOCAB, BEGINNING).tolist() for _ in range(TAUGHT)]
-    answers = Decoder(target().model, DRAFTERS.make("none"), gamma=1).decode(asked, ANSWER).outputs
+    answers = Decoder(one.model, DRAFTERS.make("none"), gamma=1).decode(asked, ANSWER).outputs
     return [x + y for x, y in zip(asked, answers, strict=True)]
 
 
-def prompts(count: int, seed: int) -> list[list[int]]:
+def prompts(count: int, seed: int, texts: Sequence[list[int]] | None = None) -> list[list[int]]:
     """Token ids: different beginnings of known texts, so that what follows each is known, too."""
     cuts = range(BEGINNING, BEGINNING + ANSWER - TOKENS - GAMMA - 1)
-    whole = (text for text in known() if len(text) == BEGINNING + ANSWER)
+    whole = (text for text in texts or known() if len(text) == BEGINNING + ANSWER)
     found = [text[:cut] for text in whole for cut in cuts]
     return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:count]]
 
@@ -69,11 +74,15 @@ def taught(kind: str, seed: int = 0) -> Drafter:
     return taught_on(known(), kind, seed)
 
 
-def taught_on(learnt: Sequence[Sequence[int]], kind: str, seed: int = 0) -> Drafter:
-    """A drafter of this kind that learnt texts of the target, token ids, by heart."""
+def taught_on(
+    learnt: Sequence[Sequence[int]], kind: str, seed: int = 0, one: Target | None = None
+) -> Drafter:
+    """A drafter of this kind that learnt texts of the target, token ids, by heart. one: the target,
+    if it is another one."""
+    one = one or target()
     torch.manual_seed(seed)
     if kind == "small_lm":
-        model = copy.deepcopy(target().model)
+        model = copy.deepcopy(one.model)
         with torch.no_grad():
             for weight in model.parameters():
                 weight += 0.15 * weight.std() * torch.randn(weight.shape)
@@ -82,16 +91,16 @@ def taught_on(learnt: Sequence[Sequence[int]], kind: str, seed: int = 0) -> Draf
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
     reduced = ids.unique() if kind in REDUCED else None
-    heads = new_heads(HeadOptions.of(KINDS[kind]), target(), reduced)
+    heads = new_heads(HeadOptions.of(KINDS[kind]), one, reduced)
     with torch.no_grad():  # attention and norms count from the beginning, and with it positions
         for name, weight in heads.named_parameters():
             if "o_proj" in name:
                 weight.normal_(std=0.1)
             if "norm" in name:
                 weight.mul_(1 + 0.5 * torch.randn(weight.shape))
-    teach(heads, target(), ids, mask, steps=STEPS)
+    teach(heads, one, ids, mask, steps=STEPS)
     heads.eval().requires_grad_(False)
-    drafter: Drafter = DRAFTERS[kind](heads, target().vocab_size)  # type: ignore[call-arg]
+    drafter: Drafter = DRAFTERS[kind](heads, one.vocab_size)  # type: ignore[call-arg]
     return drafter
 
 

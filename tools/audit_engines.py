@@ -147,7 +147,7 @@ class Engine:
 
 
 @contextmanager
-def _vllm(
+def serve_vllm(
     place: Path, target: str, method: dict[str, Any] | None, repaired: bool = True
 ) -> Iterator[str]:
     options: dict[str, Any] = {
@@ -205,7 +205,7 @@ def _of_vllm(
     drafts: str, method: Any, drafter: str | None = None, target: str = "target"
 ) -> Engine:
     name = "vLLM, repaired" if method else "vLLM"
-    return Engine(name, drafts, partial(_vllm, target=target, method=method), target, drafter)
+    return Engine(name, drafts, partial(serve_vllm, target=target, method=method), target, drafter)
 
 
 def _of_llama(
@@ -237,7 +237,7 @@ def _drafting(file: str) -> dict[str, Any]:
 
 ENGINES = [
     _of_vllm("none", None),
-    Engine("vLLM", "n-gram", partial(_vllm, target="target", method=NGRAM, repaired=False)),
+    Engine("vLLM", "n-gram", partial(serve_vllm, target="target", method=NGRAM, repaired=False)),
     _of_vllm("n-gram", NGRAM),
     _of_vllm("a small LM", {"method": "draft_model", "model": "drafter"}, "drafter"),
     _of_vllm("EAGLE-1", {"method": "eagle", "model": "eagle-vllm"}, "eagle"),

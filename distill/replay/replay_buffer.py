@@ -353,7 +353,11 @@ def _store(path: Path, records: Sequence[Record]) -> None:
             values = [getattr(d, field) for d in drafts]
             if values[0] is not None:
                 arrays[name] = values
-    save_file({name: np.concatenate(rows) for name, rows in arrays.items()}, path / FILE)
+    # safetensors writes an array as it lies in memory, and columns may lie side by side.
+    save_file(
+        {name: np.ascontiguousarray(np.concatenate(rows)) for name, rows in arrays.items()},
+        path / FILE,
+    )
     counts = [
         [
             r.request,

@@ -7,6 +7,8 @@ import copy
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, TypeVar
 
+from torch import nn
+
 from decode.base.registry import Registry, import_all
 from decode.drafters import Drafter
 from decode.model.loading import Target
@@ -14,6 +16,7 @@ from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import Heads
 
 D = TypeVar("D", bound=HeadsDrafter)
+M = TypeVar("M", bound=nn.Module)
 
 
 class Mistake(ABC):
@@ -51,10 +54,10 @@ def with_method(drafter: D, name: str, method: Any) -> D:
     return changed
 
 
-def copied(heads: Heads, **changes: Any) -> Heads:
-    """The same heads, which share their weights, with other attributes."""
-    changed = copy.copy(heads)
-    changed._modules = dict(heads._modules)
+def copied(module: M, **changes: Any) -> M:
+    """The same module, which shares its weights, with other attributes."""
+    changed = copy.copy(module)
+    changed._modules = dict(module._modules)
     for name, value in changes.items():
         setattr(changed, name, value)
     return changed

@@ -15,8 +15,6 @@ from heads.heads_drafter import HeadsDrafter
 class NormLeftOut(Mistake):
     says = "the drafter's last norm is left out, so its output layer reads raw states"
     remedy = "use a version of the engine that applies the drafter's own last norm"
-    seen = "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, found by this project's own comparison"
-    engines = ("vllm",)
 
     def make(self, drafter: Drafter, target: Target) -> Drafter | None:
         if not isinstance(drafter, HeadsDrafter):
