@@ -3,6 +3,7 @@
 Shapes: B rows, n columns, T tokens of the list.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -10,6 +11,16 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The tokens of rows that feed `count` each. rows: which these are. tokens: where their tokens
+    are in the list, [rows · count]. Both are slices where they stand side by side."""
+
+    count: int
+    rows: slice | Tensor
+    tokens: slice | Tensor
 
 
 class RealTokens:
@@ -41,6 +52,27 @@ class RealTokens:
         if columns is not None:
             places = places.gather(1, columns.to(x.device))
         return x[0][places]
+
+    @cached_property
+    def alike(self) -> list[Part]:
+        """A part for each number of tokens."""
+        numbers = np.unique(self.counts[self.counts > 0]).tolist()
+        return [self._part(np.flatnonzero(self.counts == count)) for count in numbers]
+
+    @cached_property
+    def apart(self) -> list[Part]:
+        """A part for each row."""
+        return [self._part(row) for row in np.flatnonzero(self.counts)[:, None]]
+
+    def _part(self, rows: np.ndarray) -> Part:
+        count = int(self.counts[rows[0]])
+        tokens = (self.bounds[rows, None] + np.arange(count)).ravel()
+        return Part(count, self._picked(rows), self._picked(tokens))
+
+    def _picked(self, places: np.ndarray) -> slice | Tensor:
+        first, end = int(places[0]), int(places[-1]) + 1
+        alone = end - first == len(places)
+        return slice(first, end) if alone else to_device(places, self._device)
 
     @cached_property
     def _sources(self) -> Tensor:

@@ -9,11 +9,11 @@ Shapes: B rows, n tokens fed per row, N query heads, K key heads, G = N / K, S s
 import functools
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode.model.cache.real_tokens import Part
 from decode.model.cache.slots import SlotLayer, round_up_slots
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
@@ -31,6 +31,10 @@ QUERY_ROWS = 32
 # In a pass over more tokens than this, the query heads that share a key head are computed one after
 # the other. Then the mask is not repeated for each of them.
 SHORT_FEED = 256
+
+# Rows are computed together if the keys and values of one are at most this many bytes: they are
+# copied for it, unless all rows feed as many tokens.
+SMALL_ROW = 2**15
 
 # Gets the queries [B, N, n, D] of a layer, keys and values [B, K, S, D], and the scale of scores.
 Watch = Callable[[Tensor, Tensor, Tensor, float], None]
@@ -96,7 +100,7 @@ class AttentionMask:
         self._additive: Tensor | None = None
         # The masks of the kernel calls are the same in all layers of the same shape.
         self._forms: dict[tuple[str, int, int], Tensor] = {}
-        self._of_rows: dict[tuple[int, int], AttentionMask] = {}
+        self._of_parts: dict[Part, AttentionMask] = {}
 
     @property
     def additive(self) -> Tensor | None:
@@ -111,15 +115,15 @@ class AttentionMask:
             self._additive = zeros.masked_fill_(hidden, blocked)
         return self._additive
 
-    def of_row(self, row: int, count: int) -> "AttentionMask":
-        """The mask of the first `count` tokens of a row, without the watch."""
-        if (row, count) not in self._of_rows:
+    def of_part(self, part: Part) -> "AttentionMask":
+        """The mask of these tokens, without the watch."""
+        if part not in self._of_parts:
             visible = self.visible
             if visible is not None:
-                at = min(row, len(visible) - 1)  # one mask may be that of all rows
-                visible = visible[at : at + 1, :, :count]
-            self._of_rows[row, count] = AttentionMask(visible, self._dtype, chain=self.chain)
-        return self._of_rows[row, count]
+                # One mask may be that of all rows.
+                visible = (visible if len(visible) == 1 else visible[part.rows])[:, :, : part.count]
+            self._of_parts[part] = AttentionMask(visible, self._dtype, chain=self.chain)
+        return self._of_parts[part]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
@@ -210,7 +214,8 @@ class AttentionMask:
 
 class SlotAttention:
     """Attention over the slots of one layer (an `Attend`). It writes the keys and values of the fed
-    tokens to their slots first. Of a list of tokens (`RealTokens`), each row is computed alone."""
+    tokens to their slots first. Of a list of tokens (`RealTokens`), only rows of as many tokens are
+    computed together, so each gets what it gets alone."""
 
     def __init__(
         self,
@@ -229,12 +234,13 @@ class SlotAttention:
             return mask.attend(query, key, value, scale, self._softcap)
         if mask.watch is not None:
             mask.watch(real.padded(query.transpose(1, 2)).transpose(1, 2), key, value, scale)
-        outputs = []
-        for row in np.flatnonzero(real.counts).tolist():
-            begin, end = real.bounds[row : row + 2].tolist()
+        small = key[0].nbytes + value[0].nbytes <= SMALL_ROW
+        outputs = torch.empty_like(query)
+        for part in real.alike if small else real.apart:
+            own = query[0, :, part.tokens].unflatten(1, (-1, part.count)).transpose(0, 1)
             # Without a mask the rows were empty: a token sees those that are fed before it.
-            seen = slice(None) if mask.visible is not None else slice(end - begin)
-            keys, values = key[row : row + 1, :, seen], value[row : row + 1, :, seen]
-            own = mask.of_row(row, end - begin)
-            outputs.append(own.attend(query[:, :, begin:end], keys, values, scale, self._softcap))
-        return torch.cat(outputs, 2)
+            seen = slice(None) if mask.visible is not None else slice(part.count)
+            keys, values = (x[part.rows][:, :, seen] for x in (key, value))
+            found = mask.of_part(part).attend(own, keys, values, scale, self._softcap)
+            outputs[0, :, part.tokens] = found.transpose(0, 1).flatten(1, 2)
+        return outputs
