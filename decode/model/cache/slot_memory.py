@@ -94,7 +94,8 @@ class SlotMemory:
                     layer[:, :, : end.max()].index_copy_(0, target, copied)
             for begin, end in {*zip(ends.tolist(), old.tolist(), strict=True)}:
                 if begin < end:
-                    x[:, moved[(ends == begin) & (old == end)], :, begin:end] = 0
+                    alike = moved[(ends == begin) & (old == end)]
+                    x[:, to_device(alike, x.device), :, begin:end] = 0
 
     def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
         """A copy of these slots."""
@@ -115,7 +116,8 @@ class SlotMemory:
         for i, x in enumerate(self._tensors):
             if not grows:
                 for count in {*written[kept:rows].tolist()}:
-                    x[:, kept + np.flatnonzero(written[kept:rows] == count), :, :count] = 0
+                    alike = kept + np.flatnonzero(written[kept:rows] == count)
+                    x[:, to_device(alike, x.device), :, :count] = 0
                 continue
             layers, _, heads, _, size = x.shape
             new = _zeros(x, layers, rows, heads, capacity, size)
