@@ -50,7 +50,7 @@ LIMITS = ServerLimits(
     client_viewers=2,
 )
 SECONDS = "header_seconds", "body_seconds", "unread_seconds"
-BRIEF = replace(LIMITS, **dict.fromkeys(SECONDS, 1.0))
+BRIEF = replace(LIMITS, **dict.fromkeys(SECONDS, 0.25))
 MANY = 16  # connections of an attack
 ANSWER_SECONDS = 60
 WORKS = 5  # times that another client does its work meanwhile
@@ -483,4 +483,4 @@ def test_a_body_that_comes_too_slowly_is_refused_with_words(brief: Server) -> No
     with raw(brief, request) as line:
         answer = b"".join(iter(lambda: line.recv(4096), b""))
     assert answer.split()[1] == b"408"
-    assert b"did not arrive in 1 s" in answer
+    assert b"did not arrive in" in answer
