@@ -1,6 +1,7 @@
 """What all test files share."""
 
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.training import begin_anew
 from train.base.stage import StageInputs
 
 pytest_plugins = ["tests.skips"]
+
+# No test cuts the power, and waiting for a disk that others use too takes long.
+os.fsync = lambda fd: None
 
 
 def pytest_collection_finish() -> None:

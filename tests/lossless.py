@@ -196,6 +196,11 @@ class SumsMatcher:
 
 def sums_allow(text: Sequence[int]) -> np.ndarray:
     """bool [5]: what may follow a text."""
+    return _allowed(tuple(text))
+
+
+@functools.cache
+def _allowed(text: tuple[int, ...]) -> np.ndarray:
     tokens, total = np.arange(5), sum(text)
     allowed = (tokens < 4) & ~np.isin(tokens, text[-1:]) & (tokens != total % 3)
     allowed[4] = bool(text) and total % 2 == 0

@@ -1,5 +1,6 @@
 """A service over a tiny model, on a loopback port, for tests."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -9,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpcore2
 import httpx2
+import uvicorn.server
 
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
@@ -35,6 +39,12 @@ CHAT = "/v1/chat/completions"
 QUESTION = "What does the drafter propose?"
 SAMPLED = DecodeSettings(gamma=3, sampling=Sampling(0.8, top_p=0.95))
 target = functools.cache(functools.partial(tiny_target, max_positions=512))
+# uvicorn looks every 0.1 s whether it is to end, and then waits as long. Tests end many servers.
+uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment]
+    **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 10)}
+)
+# Every client reads the system's certificates, which takes longer than most requests here.
+httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
 # What `alone` gave, with the target, so that no other one gets its id.
 _ALONE: dict[str, tuple[Target, list[int]]] = {}
 

@@ -16,6 +16,7 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import Audit, AuditOptions
+from draftsmith.auditing import contract
 from draftsmith.auditing.findings import Judgement
 from draftsmith.auditing.questions import Questions
 from draftsmith.cli.main import app
@@ -26,6 +27,12 @@ from tests.tiny import near_drafter, tiny_target
 from tests.upstream import served
 
 TARGET = tiny_target()
+
+
+@pytest.fixture(autouse=True)
+def few_repeated_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_audit_contract` has the questions that ask for texts again, with all of them."""
+    monkeypatch.setattr(contract, "PROMPTS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +100,9 @@ def test_servers_with_an_error_are_found(name: str, texts: int, finds: str) -> N
 def test_a_server_is_judged_beside_its_baseline(server: Running) -> None:
     """Both have other weights than the target, which alone could not judge them."""
     other = tiny_target(seed=1)
-    options = AuditOptions(samples=4, max_new_tokens=32)
+    options = AuditOptions(samples=4, max_new_tokens=24)
     found = draftsmith.audit(
-        server.url, other, PROMPTS, options, baseline=server.url, concurrency=ROWS
+        server.url, other, PROMPTS[:12], options, baseline=server.url, concurrency=ROWS
     )
     assert found.exit_status == 0, found
     assert sum(x.name.startswith("beside the baseline") for x in found.findings) == 8

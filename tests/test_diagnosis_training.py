@@ -154,13 +154,13 @@ def test_a_run_is_diagnosed_by_the_command(tmp_path: Path, monkeypatch: pytest.M
     assert "other_template: no. 100% of the train texts begin with" in text
     assert "old_target" in json.loads((tmp_path / "found.json").read_text("utf-8"))["found"]
     # Before the target is loaded, which is not there.
-    missing = ["--target", "nowhere"]
+    missing = ["--target", "./no-target"]
     assert "--run needs --prompts" in said(*missing)[1]
     for both in (["http://localhost:9"], ["--drafter", "target"]):
         assert "or --run DIRECTORY" in said(*missing, *served, *both)[1]
     assert "stages/00-heads" in said(*missing, *served, "--run", f"{run.directory}/stages/9-no")[1]
     assert "nowhere is no run" in said(*missing, *served, "--run", "nowhere")[1]
-    assert "nowhere" in said(*missing, *served)[1]
+    assert "no-target" in said(*missing, *served)[1]
     (run.drafters["heads"] / "heads.safetensors").write_bytes(b"")
     code, text = said(*missing, *served)
     assert (code, "heads.safetensors" in text) == (ExitStatus.BAD_INPUT, True)

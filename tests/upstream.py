@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -26,6 +25,7 @@ from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.access import Guard
 from draftsmith.net.http_server import HttpServer
 from draftsmith.net.limits import ServerLimits
+from draftsmith.net.listen import bind
 from tests.service import until
 
 ADMIN_KEY = "admin"
@@ -111,9 +111,7 @@ class FakeEngine:
 def served(app: Any, port: int = 0, limits: ServerLimits | None = None) -> Iterator[str]:
     """The application's address on the loopback. At the end its connections are cut. limits: it is
     a server of draftsmith with these."""
-    with socket.socket() as bound:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(("127.0.0.1", port))
+    with bind("127.0.0.1", port) as bound:
         if limits is None:
             config = uvicorn.Config(
                 app,

@@ -65,9 +65,14 @@ def record(
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:
         address = f"http://{address_of(host, bound)}/v1"
-        typer.echo(f"{upstreams.current.url} is behind {address}; records are in {out}")
+        told = f"{upstreams.current.url} is behind {address}; records are in {out}"
         server = HttpServer(
-            recorder.guarded(), drain_seconds, limits=limits, lifespan="auto", date_header=False
+            recorder.guarded(),
+            drain_seconds,
+            lambda: typer.echo(told),  # before that, a client would be refused
+            limits=limits,
+            lifespan="auto",
+            date_header=False,
         )
         server.run(sockets=[bound])
 

@@ -11,7 +11,7 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import ask_texts
-from draftsmith.auditing.drafts import COUNTING
+from draftsmith.auditing.drafts import COUNTING, SETTLE_SECONDS, SLOW_SECONDS
 from train.engines.child_process import NoAnswer, ask
 from train.engines.counters import DraftCounts, parse_counters
 from train.settings.server_config import ServerConfig
@@ -31,9 +31,7 @@ _SGLANG_NODES = re.compile(
 # drafts so far.
 _SAY_GAMMA = ("vllm", "sglang", "draftsmith")
 _ENGINE = re.compile(rf"^({'|'.join(COUNTING)}):", re.MULTILINE)
-# Counters follow an answer a moment later: they are read until two readings are equal.
-SETTLE_SECONDS = {"draftsmith": 0.02}
-SLOW_SECONDS, LONGEST_SETTLE = 0.25, 10.0
+LONGEST_SETTLE = 10.0
 # Of the texts, as many must be the target's. Rounding alone changes fewer.
 LEAST_EQUAL_TEXTS = 0.7
 
