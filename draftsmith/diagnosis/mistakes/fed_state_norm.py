@@ -34,9 +34,8 @@ class FedStateNorm(Mistake):
             return with_heads(drafter, with_options(heads, norm_output=turned))
         if isinstance(heads, MtpHeads) and len(heads.layers) == 1:
             (layer,) = heads.layers
-            plain = copied(layer, post_norm=nn.Identity())
-            changed = copied(heads, layers=nn.ModuleList([plain]))
+            plain = nn.ModuleList([copied(layer, post_norm=nn.Identity())])
             # Not the norm itself: a module's parts are no methods.
-            changed.readout = lambda states: layer.post_norm(states)
-            return with_heads(drafter, changed)
+            read = layer.post_norm.forward
+            return with_heads(drafter, copied(heads, layers=plain, readout=read))
         return None
