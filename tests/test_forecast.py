@@ -334,7 +334,7 @@ def test_speeds_of_engines_become_what_drafts_are_worth_there(
     base: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafts, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(drafts, "SLOW_SECONDS", 0.01)
     run = [str(write_run(base, 230)), "--load", "2", "--lengths", "16"]
     with ExitStack() as stack:
 
