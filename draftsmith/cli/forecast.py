@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import numbers, require_writable, table, write_json
+from draftsmith.cli.command import numbers, table, write_json
 from train.base.config_file import read_config
 from train.base.console import quieten
 from train.run.config import parse_config
@@ -37,7 +37,6 @@ def forecast(
 
     The run's report later shows the forecast beside what came out.
     """
-    require_writable(json_file)
     source = read_config(config, overrides or [])
     parse_config(source)  # before anything heavy is imported
     if surface is not None and (load or lengths):
