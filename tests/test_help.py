@@ -145,6 +145,14 @@ def test_a_name_that_no_file_can_have_ends_in_a_line(
     assert (result.exit_code, result.output.startswith("error: ")) == (2, True), result.output
 
 
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    """Before the target is looked for."""
+    result = CliRunner().invoke(
+        app, ["evaluate", "--target=x", "--drafter=x", "--prompts=x", f"--json={tmp_path}"]
+    )
+    assert (result.exit_code, "is a directory; expected a file" in result.output) == (2, True)
+
+
 def test_a_drafter_is_named_in_more_letters_than_a_file(target: Target) -> None:
     layers = f"attention={[0] * 100},mlp=[0]".replace(" ", "")
     assert isinstance(open_drafter(f"skip:{layers}", target), Drafter)

@@ -14,7 +14,6 @@ from draftsmith.cli.command import (
     Loading,
     given_or_shipped,
     require_packages,
-    require_writable,
     tokenized_prompts,
 )
 from train.base.console import quieten
@@ -81,7 +80,6 @@ def audit(
         raise UserError(f"--protocol is {protocol!r}; expected completions or llama-server")
     said: Literal["completions", "llama-server"] = protocol  # type: ignore[assignment]
     require_packages("httpx2")
-    require_writable(json_file, html, junit)
     from decode.opening.directory import open_drafter
     from draftsmith.auditing import report
     from draftsmith.auditing.entry import audit as run

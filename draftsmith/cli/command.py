@@ -55,6 +55,8 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 TokensOption = Annotated[int, typer.Option(help="most tokens of an answer")]
 LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
+# The names of the files that commands write at their end, with the directories that they are in.
+WRITTEN = {"json_file", "steps_file", "html_file", "html", "junit", "svg"}
 FiguresOption = Annotated[Path | None, typer.Option("--json", help="write the figures here")]
 EnginePythonOption = Annotated[
     str | None,
@@ -318,7 +320,8 @@ class CallerOptions:
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of the command whose type is a dataclass with the options that are the
     dataclass's fields. A command that takes a group has all its options. In each option that is a
-    path, ~ is the user's home: shells leave it as it is in `--out=~/x`."""
+    path, ~ is the user's home: shells leave it as it is in `--out=~/x`. What cannot be written is
+    refused before the command works."""
     groups: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
@@ -331,6 +334,9 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**values: Any) -> None:
         values = {name: _from_home(value) for name, value in values.items()}
+        for name in WRITTEN & values.keys():
+            if values[name] is not None and values[name].is_dir():
+                raise UserError(f"{values[name]} is a directory; expected a file to write")
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
         command(**values)
@@ -403,13 +409,6 @@ def read_schema(file: Path | None) -> str | None:
         return None if file is None else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the JSON Schema {file}: {error}") from error
-
-
-def require_writable(*files: Path | None) -> None:
-    """Raise UserError for a file that is a directory, or is in none."""
-    for path in files:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"{path} cannot be written; expected a file in a directory that exists")
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from draftsmith.cli.command import (
     Loading,
     given_or_shipped,
     require_packages,
-    require_writable,
     tokenized_prompts,
     write_json,
 )
@@ -65,7 +64,6 @@ def diagnose(
     Exit status 0: the engine does what the drafter can, and no cause is in the training. 1: it does
     not, and the cause is said, or that no known one explains it.
     """
-    require_writable(json_file)
     if (url is None) == (run is None) or (run is not None and drafter is not None):
         raise UserError(
             "give a server's URL with --drafter DIRECTORY, or --run DIRECTORY, which has a drafter"

@@ -12,7 +12,6 @@ from decode.base.errors import UserError
 from draftsmith.cli.command import (
     numbers,
     require_packages,
-    require_writable,
     table,
     write_json,
 )
@@ -59,7 +58,6 @@ def forecast(
 
     The run's report later shows the forecast beside what came out.
     """
-    require_writable(json_file)
     # Before anything heavy is imported.
     source, planned = read_with_kinds(config, overrides or [], kinds.split(",") if kinds else [])
     parse_config(source)
