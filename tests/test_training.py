@@ -63,6 +63,7 @@ from tests.training import (
 )
 from train.base.exit_status import ExitStatus
 from train.data.batches import collate, inputs
+from train.loop import parallel
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
 from train.loop.optimizer import make_optimizer
 from train.loop.optimizer_step import EMA, learning_rate_factor
@@ -920,3 +921,15 @@ def test_changed_settings_are_printed_and_refused_unless_they_are_allowed(base, 
     for line in changes.values():
         assert f"changed since the run began: {line}" in allowed.output
     assert command(base).exit_code == 2  # what was allowed is what the run is now
+
+
+def test_a_compiler_that_fails_is_said_in_one_line() -> None:
+    def broken(*_: Any) -> Any:
+        raise AssertionError("Node mul_3 was invalid")
+
+    model = torch.compile(nn.Linear(2, 2), backend=broken)
+    with (
+        pytest.raises(UserError, match=r"cannot compile this training .*mul_3.* dynamo_backend"),
+        parallel.compiling(),
+    ):
+        model(torch.ones(1, 2))
