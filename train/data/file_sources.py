@@ -4,14 +4,11 @@ A source yields its rows in order, each with its number. Other readers give all 
 type, and rewrite what does not fit: texts that look like dates, lists among texts.
 """
 
-import hashlib
 import io
 import json
-import os
-import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -51,7 +48,7 @@ class FileSource(Source):
 
     def rows(self) -> Iterator[tuple[int, Raw]]:
         try:
-            with unpacked(self.path, self.name).open("rb") as file:
+            with opened(self.path, self.name) as file:
                 yield from self._scan(file)
         except FileNotFoundError:
             folder = self.path.parent
@@ -151,39 +148,31 @@ def file_type(name: str) -> str:
     return PurePath(path.stem).suffix if path.suffix in PACKED else path.suffix
 
 
-def unpacked(path: Path, name: str) -> Path:
-    """The file with the content of a compressed file, or the file itself. The content is kept in
-    the cache of `datasets`, whose own copy would stay when the file changes. name: for messages.
-    Raises UserError for a damaged file, and for a compression without its package."""
+@contextmanager
+def opened(path: Path, name: str) -> Iterator[BinaryIO]:
+    """The content of a file, which may be compressed. name: for messages. Raises UserError for a
+    damaged file, and for a compression without its package."""
     if path.suffix.lower() not in PACKED:
-        return path
-    import datasets  # takes a second
+        with path.open("rb") as file:
+            yield file
+        return
     from fsspec.compression import compr  # type: ignore[import-untyped]
     from fsspec.utils import infer_compression  # type: ignore[import-untyped]
 
-    status = path.stat()
-    made_by = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
-    key = hashlib.sha256(made_by.encode()).hexdigest()[:16]
-    content = Path(datasets.config.HF_DATASETS_CACHE) / "unpacked" / key / path.stem
-    if content.exists():
-        return content
-    opened = compr.get(infer_compression(path.name))
-    if opened is None:
+    unpacked = compr.get(infer_compression(path.name))
+    if unpacked is None:
         raise UserError(
             f"{name}: reading {path.suffix} needs a package that is not installed (zstandard); "
             "install it, or unpack the file"
         )
-    content.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=content.parent, delete=False) as copy:
+    with path.open("rb") as packed:
         try:
-            with path.open("rb") as packed:
-                shutil.copyfileobj(opened(packed, mode="rb"), copy)
-            copy.close()
-            os.replace(copy.name, content)  # other processes may read it
+            with unpacked(packed, mode="rb") as file:
+                yield file
+        except UserError:
+            raise
         except Exception as error:  # each compression has its own
-            Path(copy.name).unlink(missing_ok=True)
             raise UserError(f"{name}: cannot be unpacked: {error}. Make the file again") from error
-    return content
 
 
 def file_stamp(path: Path) -> list[Any]:

@@ -6,16 +6,17 @@ of one data set may have other columns and other types.
 """
 
 import glob
+import io
 import json
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from decode.base.errors import UserError
-from train.data.file_sources import Raw, Source, file_stamp, file_type, unpacked
+from train.data.file_sources import PACKED, Raw, Source, file_stamp, file_type, opened
 from train.data.row_kinds import FIELDS, READ
 
 TABLES = (".parquet", ".csv", ".tsv", ".arrow")
@@ -73,50 +74,52 @@ class TableFile(TableSource):
             raise UserError(
                 f"{self.name}: no such file or directory (looked at {self._path.absolute()})."
             )
-        content = unpacked(self._path, self.name)
-        if self._type == ".parquet":
-            return _rows_of_parquet(content)
-        if self._type == ".arrow":
-            return _rows_of_arrow(content)
-        tabs = {"sep": "\t"} if self._type == ".tsv" and "sep" not in self._options else {}
-        return _rows_of_text(content, self._options | tabs)
+        with opened(self._path, self.name) as content:
+            if self._type in (".csv", ".tsv"):
+                tabs = {"sep": "\t"} if self._type == ".tsv" and "sep" not in self._options else {}
+                # A path, and no pattern of paths.
+                options = self._options | tabs | {"data_files": glob.escape(str(self._path))}
+                yield from _rows_of_text(content, options)
+                return
+            packed = self._path.suffix.lower() in PACKED
+            read = _rows_of_parquet if self._type == ".parquet" else _rows_of_arrow
+            yield from read(io.BytesIO(content.read()) if packed else content)
 
 
-def _rows_of_parquet(path: Path) -> Iterator[Row]:
+def _rows_of_parquet(content: BinaryIO) -> Iterator[Row]:
     import pyarrow.parquet  # type: ignore[import-untyped]
     from datasets import Features
 
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with pyarrow.parquet.ParquetFile(content) as file:
         used = _used(file.schema_arrow.names)
         batches = file.iter_batches(batch_size=TOGETHER, columns=used)
         yield from _rows_of(batches, Features.from_arrow_schema(file.schema_arrow))
 
 
-def _rows_of_arrow(path: Path) -> Iterator[Row]:
+def _rows_of_arrow(content: BinaryIO) -> Iterator[Row]:
     import pyarrow
     from datasets import Features
 
-    with pyarrow.memory_map(str(path)) as content:
-        try:
-            batches = reader = pyarrow.ipc.open_stream(content)
-        except pyarrow.ArrowInvalid:
-            reader = pyarrow.ipc.open_file(content)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
-        used = _used(reader.schema.names)
-        parts = (batch.select(used) for batch in batches)
-        yield from _rows_of(parts, Features.from_arrow_schema(reader.schema))
+    try:
+        batches = reader = pyarrow.ipc.open_stream(content)
+    except pyarrow.ArrowInvalid:
+        content.seek(0)
+        reader = pyarrow.ipc.open_file(content)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    used = _used(reader.schema.names)
+    parts = (batch.select(used) for batch in batches)
+    yield from _rows_of(parts, Features.from_arrow_schema(reader.schema))
 
 
-def _rows_of_text(path: Path, options: Mapping[str, Any]) -> Iterator[Row]:
+def _rows_of_text(content: BinaryIO, options: Mapping[str, Any]) -> Iterator[Row]:
     """options: of the builder of `datasets`, which knows what pandas calls them. All cells are
     text, also words such as NA and None."""
     import pandas  # type: ignore[import-untyped]
     from datasets import load_dataset_builder
 
-    # A path, and no pattern of paths.
-    config = load_dataset_builder("csv", **options, data_files=glob.escape(str(path))).config
+    config = load_dataset_builder("csv", **options).config
     text = {"dtype": str, "keep_default_na": False, "na_values": [""], "chunksize": TOGETHER}
-    with pandas.read_csv(path, **config.pd_read_csv_kwargs | text) as parts:
+    with pandas.read_csv(content, **config.pd_read_csv_kwargs | text) as parts:
         for part in parts:
             cells = part[_used(part.columns)].astype(object)
             yield from cells.where(cells.notna(), None).to_dict("records")
