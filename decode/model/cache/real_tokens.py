@@ -15,8 +15,7 @@ from decode.base.device import to_device
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The tokens of rows that feed `count` each. rows: which these are. tokens: where their tokens
-    are in the list, [rows · count]. Both are slices where they stand side by side."""
+    """Rows that feed `count` tokens each, and the places of these in the list, [rows · count]."""
 
     count: int
     rows: slice | Tensor
@@ -56,8 +55,7 @@ class RealTokens:
     @cached_property
     def alike(self) -> list[Part]:
         """A part for each number of tokens."""
-        numbers = np.unique(self.counts[self.counts > 0]).tolist()
-        return [self._part(np.flatnonzero(self.counts == count)) for count in numbers]
+        return [self._part(np.flatnonzero(self.counts == n)) for n in np.unique(self.counts) if n]
 
     @cached_property
     def apart(self) -> list[Part]:
@@ -71,8 +69,7 @@ class RealTokens:
 
     def _picked(self, places: np.ndarray) -> slice | Tensor:
         first, end = int(places[0]), int(places[-1]) + 1
-        alone = end - first == len(places)
-        return slice(first, end) if alone else to_device(places, self._device)
+        return slice(first, end) if end - first == len(places) else to_device(places, self._device)
 
     @cached_property
     def _sources(self) -> Tensor:

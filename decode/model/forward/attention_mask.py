@@ -32,8 +32,7 @@ QUERY_ROWS = 32
 # the other. Then the mask is not repeated for each of them.
 SHORT_FEED = 256
 
-# Rows are computed together if the keys and values of one are at most this many bytes: they are
-# copied for it, unless all rows feed as many tokens.
+# Rows whose keys and values have at most so many bytes are computed together, and copied for it.
 SMALL_ROW = 2**15
 
 # Gets the queries [B, N, n, D] of a layer, keys and values [B, K, S, D], and the scale of scores.
@@ -50,10 +49,9 @@ def tokens_together(group: int, size: int, dtype: torch.dtype) -> int:
 
     A trial on random numbers decides, because it depends on the machine's instructions.
     """
-    count = min(QUERY_ROWS // group, LONGEST_CHAIN)
     if dtype == torch.float32:
         return LONGEST_CHAIN  # float32 promises equal numbers up to rounding, not equal bits
-    if count < 2:
+    if (count := min(QUERY_ROWS // group, LONGEST_CHAIN)) < 2:
         return 1
     generator = torch.Generator().manual_seed(0)
     # In inference mode, because that is where the loop runs.
@@ -118,9 +116,7 @@ class AttentionMask:
     def of_part(self, part: Part) -> "AttentionMask":
         """The mask of these tokens, without the watch."""
         if part not in self._of_parts:
-            visible = self.visible
-            if visible is not None:
-                # One mask may be that of all rows.
+            if (visible := self.visible) is not None:  # one mask may be that of all rows
                 visible = (visible if len(visible) == 1 else visible[part.rows])[:, :, : part.count]
             self._of_parts[part] = AttentionMask(visible, self._dtype, chain=self.chain)
         return self._of_parts[part]
@@ -214,8 +210,7 @@ class AttentionMask:
 
 class SlotAttention:
     """Attention over the slots of one layer (an `Attend`). It writes the keys and values of the fed
-    tokens to their slots first. Of a list of tokens (`RealTokens`), only rows of as many tokens are
-    computed together, so each gets what it gets alone."""
+    tokens to their slots first. Of a list (`RealTokens`), rows of as many tokens are one."""
 
     def __init__(
         self,
@@ -234,9 +229,8 @@ class SlotAttention:
             return mask.attend(query, key, value, scale, self._softcap)
         if mask.watch is not None:
             mask.watch(real.padded(query.transpose(1, 2)).transpose(1, 2), key, value, scale)
-        small = key[0].nbytes + value[0].nbytes <= SMALL_ROW
         outputs = torch.empty_like(query)
-        for part in real.alike if small else real.apart:
+        for part in real.alike if key[0].nbytes + value[0].nbytes <= SMALL_ROW else real.apart:
             own = query[0, :, part.tokens].unflatten(1, (-1, part.count)).transpose(0, 1)
             # Without a mask the rows were empty: a token sees those that are fed before it.
             seen = slice(None) if mask.visible is not None else slice(part.count)
