@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpcore2
 import httpx2
 import uvicorn.server
 
@@ -44,7 +43,7 @@ uvicorn.server.asyncio = SimpleNamespace(  # type: ignore[assignment]
     **vars(asyncio) | {"sleep": lambda seconds: asyncio.sleep(seconds / 10)}
 )
 # Every client reads the system's certificates, which takes longer than most requests here.
-httpcore2.default_ssl_context = functools.cache(httpcore2.default_ssl_context)
+httpx2._transports.default.create_ssl_context = functools.cache(httpx2.create_ssl_context)
 # What `alone` gave, with the target, so that no other one gets its id.
 _ALONE: dict[str, tuple[Target, list[int]]] = {}
 

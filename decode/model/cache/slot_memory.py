@@ -93,9 +93,8 @@ class SlotMemory:
                 for (_, target, end), copied in zip(parts, copies, strict=True):
                     layer[:, :, : end.max()].index_copy_(0, target, copied)
             for begin, end in {*zip(ends.tolist(), old.tolist(), strict=True)}:
-                if begin < end:
-                    alike = moved[(ends == begin) & (old == end)]
-                    x[:, to_device(alike, x.device), :, begin:end] = 0
+                alike = moved[(ends == begin) & (old == end)]
+                x[:, to_device(alike, x.device), :, begin:end] = 0
 
     def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
         """A copy of these slots."""
@@ -115,9 +114,8 @@ class SlotMemory:
         self._rows, self._capacity = rows, capacity
         for i, x in enumerate(self._tensors):
             if not grows:
-                for count in {*written[kept:rows].tolist()}:
-                    alike = kept + np.flatnonzero(written[kept:rows] == count)
-                    x[:, to_device(alike, x.device), :, :count] = 0
+                for row in range(kept, rows):
+                    x[:, row, :, : written[row]] = 0
                 continue
             layers, _, heads, _, size = x.shape
             new = _zeros(x, layers, rows, heads, capacity, size)
