@@ -25,7 +25,7 @@ FOUND = {
     for path in (ROOT / folder).rglob(kind)
 }
 # Of the manual; it had 4,320.
-LINES = 3189
+LINES = 3200
 PAGES = sorted({*FOUND, "README.md", "CONTRIBUTING.md"} - {*MADE})
 
 
