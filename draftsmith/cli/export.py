@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from decode.base.errors import UserError
+from decode.base.paths import from_home
 from draftsmith.cli.command import (
     EnginePythonOption,
     LimitOption,
@@ -160,7 +161,7 @@ def export(
         described = record["drafter"] if form is None else TrainedDrafter.open(drafter).description
         named = described["target"]["name"]
         target_spec = str(options.target or options.backbone or named)
-        if target_spec == named and not (target_hub_id(named) or Path(named).exists()):
+        if target_spec == named and not (target_hub_id(named) or from_home(named).exists()):
             raise UserError(
                 f"{directory} names its target as {named}, which is no hub id and not here; give "
                 "it with --target"
