@@ -33,7 +33,7 @@ class FedStateNorm(Mistake):
             turned = not heads.options.norm_output
             return with_heads(drafter, with_options(heads, norm_output=turned))
         if isinstance(heads, MtpHeads) and len(heads.layers) == 1:
-            (layer,) = heads.layers
+            layer: Any = heads.layers[0]
             plain = nn.ModuleList([copied(layer, post_norm=nn.Identity())])
             # Not the norm itself: a module's parts are no methods.
             read = layer.post_norm.forward
