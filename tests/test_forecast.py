@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from draftsmith.forecast.answer import (
     read_forecast,
 )
 from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
+from draftsmith.forecast.entry import _enough
 from draftsmith.forecast.pilots import as_row, next_rows, pilot_config, write_data
 from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
 from tests.upstream import served
@@ -156,7 +157,11 @@ def line(name: str, trained: bool, low: float, high: float) -> Line:
 @pytest.mark.parametrize(
     ("heads", "lookup", "said"),
     [
-        ((1.3, 1.5), (1.0, 1.2), "train heads: it will gain 1.40 [1.30, 1.50] with 1 text of 256"),
+        (
+            (1.3, 1.5),
+            (1.0, 1.2),
+            "train heads, with 50 of 200 rows: it will gain 1.40 [1.30, 1.50]",
+        ),
         ((0.7, 0.9), (0.8, 1.1), "do not train: the best stage, heads, would gain 0.80"),
         ((1.0, 1.2), (1.3, 1.5), "ngram is enough: it needs no training and gains 1.40"),
         ((0.9, 1.3), (0.9, 1.1), "not certain: heads would gain 1.10"),
@@ -165,7 +170,21 @@ def line(name: str, trained: bool, low: float, high: float) -> Line:
 def test_the_advice_follows_the_intervals(
     heads: tuple[float, float], lookup: tuple[float, float], said: str
 ) -> None:
-    assert advice([line("heads", True, *heads), line("ngram", False, *lookup)]).startswith(said)
+    lines = [replace(line("heads", True, *heads), enough=50), line("ngram", False, *lookup)]
+    assert advice(lines, 200).startswith(said)
+    lines[0] = replace(lines[0], enough=200)
+    assert advice(lines, 200).startswith(said.replace("50 of", "all"))
+
+
+def test_no_more_data_is_recommended_than_helps() -> None:
+    rng, total = np.random.default_rng(0), 800
+
+    def recommended(exponent: float, floor: float) -> int:
+        points = measured(np.stack([law(x, exponent, floor) for x in SHARES]), rng)
+        return _enough(points, tokens_per_step(acceptance_at(1.0, points)), total)
+
+    assert recommended(0.3, 1.0) < total  # a flat curve
+    assert recommended(0.25, 0.0) == total  # one that rises
 
 
 def write_run(base: Path, rows: int) -> Path:  # noqa: F811

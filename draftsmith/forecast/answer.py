@@ -118,7 +118,8 @@ class Line:
     """One drafter. drafts: how it drafts. tokens_per_step: None if no acceptance is known; then
     acceptance, by place, is empty. measured: tokens per step of the trainings so far, by their
     rows. with_rows: what they would be with other numbers of rows. seconds: of its own training on
-    all of the data; None: not known, or it is not trained. engines: in the user's engine."""
+    all of the data; None: not known, or it is not trained. engines: in the user's engine. enough:
+    rows that should do; None: not known, or it is not trained."""
 
     name: str
     trained: bool
@@ -130,6 +131,7 @@ class Line:
     seconds: float | None
     cells: list[Cell]
     engines: list[EngineCell] = field(default_factory=list)
+    enough: int | None = None
 
 
 @dataclass(frozen=True)
@@ -169,26 +171,28 @@ def read_forecast(file: Path) -> Forecast:
         raise UserError(f"{file}: {place}: {first['msg']}; {expected}") from error
 
 
-def advice(lines: Sequence[Line]) -> str:
-    """One sentence about the first load and length: what to train, or not to."""
+def advice(lines: Sequence[Line], rows: int) -> str:
+    """One sentence about the first load and length: what to train, or not to. rows: of all data."""
     weighed = [(line, line.cells[0]) for line in lines if line.cells]
     if not weighed:
         return "no cost could be measured, so nothing is said about the speed"
     place = weighed[0][1].where
     gains = [(at.speedup, line) for line, at in weighed if at.speedup is not None]
-    trained = [(own, line.name) for own, line in gains if line.trained]
+    trained = [(own, line) for own, line in gains if line.trained]
     others = [(own, line.name) for own, line in gains if not line.trained]
     if not trained:
         each = ", ".join(f"{line.name} above {at.pays_above:.2f}" for line, at in weighed)
         return f"not known, as nothing was trained; {place}, drafts pay so: {each} tokens per step"
-    own, best = max(trained, key=lambda one: one[0].value)
+    own, chosen = max(trained, key=lambda one: one[0].value)
+    best, enough = chosen.name, chosen.enough or rows
     theirs, other = max(others, key=lambda one: one[0].value, default=(None, ""))
     if theirs is not None and theirs.low > max(own.high, 1.0):
         return f"{other} is enough: it needs no training and gains {theirs} {place}"
     if own.high < 1:
         return f"do not train: the best stage, {best}, would gain {own} {place}"
     if own.low > 1 and (theirs is None or own.low > theirs.high):
-        return f"train {best}: it will gain {own} {place}"
+        amount = f"{enough} of {rows}" if enough < rows else f"all {rows}"
+        return f"train {best}, with {amount} rows: it will gain {own} {place}"
     beside = "" if theirs is None else f", and {other} gains {theirs} untrained"
     return (
         f"not certain: {best} would gain {own} {place}{beside}; more --minutes make the "

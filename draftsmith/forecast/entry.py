@@ -13,12 +13,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from draftsmith.forecast.answer import EngineCell, Forecast, Line, Range, advice, engine_advice
-from draftsmith.forecast.curve import acceptance_at, tokens_per_step
+from draftsmith.forecast.curve import Point, acceptance_at, tokens_per_step
 from draftsmith.forecast.engine_speed import ServedDrafter, measure_engines
 from draftsmith.forecast.pilots import (
     FEWEST_ROWS,
@@ -42,6 +44,8 @@ from train.run.entry import begun
 from train.run.run import CONFIG, DONE, Splits
 
 OTHER_SHARES = (0.5, 2.0)  # of the data, for which tokens per step are forecast too
+# The smallest of these parts is enough that very likely loses no more tokens per step than this.
+PARTS, MOST_LOST, VERY_LIKELY = (0.125, 0.25, 0.5), 0.05, 0.95
 
 
 def forecast(
@@ -144,7 +148,7 @@ def forecast(
         seconds=shared + sum(line.seconds or 0.0 for line in lines) if pilots else None,
         spent=time.perf_counter() - start,
         lines=lines,
-        advice=advice(lines),
+        advice=advice(lines, total),
         notes=notes + _curve_notes(pilots, total, minutes) + engine_advice(lines),
     )
     write_file(file, json.dumps(asdict(result), indent=2) + "\n")
@@ -231,7 +235,18 @@ def _judged(line: Line, measured: Sequence[tuple[int, PilotResult]], total: int)
         seconds=seconds_at(total, times) if line.trained else None,
         cells=[replace(cell, speedup=cell.gains(tokens)) for cell in line.cells],
         engines=[cell.judged(draws) for cell in line.engines],
+        enough=_enough(points, tokens, total) if line.trained else None,
     )
+
+
+def _enough(points: Sequence[Point], tokens: np.ndarray, total: int) -> int:
+    """The rows that should do. tokens: per step, draws after a training on all of them."""
+    for share in PARTS:
+        # The same curves are drawn for each share.
+        kept = tokens_per_step(acceptance_at(share, points)) / tokens
+        if np.quantile(kept, 1 - VERY_LIKELY) >= 1 - MOST_LOST:
+            return round(share * total)
+    return total
 
 
 def _text(rows: Sequence[Example], target: Target) -> list[int]:
