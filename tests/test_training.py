@@ -63,8 +63,8 @@ from tests.training import (
 )
 from train.base.exit_status import ExitStatus
 from train.data.batches import collate, inputs
-from train.loop import parallel
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
+from train.loop.compiling import compiling
 from train.loop.optimizer import make_optimizer
 from train.loop.optimizer_step import EMA, learning_rate_factor
 from train.loop.trainer import Trainer, TrainingClock
@@ -930,6 +930,6 @@ def test_a_compiler_that_fails_is_said_in_one_line() -> None:
     model = torch.compile(nn.Linear(2, 2), backend=broken)
     with (
         pytest.raises(UserError, match=r"cannot compile this training .*mul_3.* dynamo_backend"),
-        parallel.compiling(),
+        compiling(),
     ):
         model(torch.ones(1, 2))

@@ -19,9 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from decode.base.errors import UserError
-from decode.model.pretrained import in_one_line
-
 
 def prepare(
     accelerator: Accelerator, module: nn.Module, optimizer: Optimizer, *, clip: float
@@ -63,21 +60,6 @@ def place(accelerator: Accelerator, module: nn.Module) -> None:
     device may have no room for all of them."""
     if not accelerator.is_fsdp2:
         module.to(accelerator.device)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Raises UserError where the compiler of `accelerate launch --dynamo_backend` fails: some of
-    them fail only at a batch of another shape than the first."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__module__ != "torch._dynamo.exc":  # importing it takes a second
-            raise
-        raise UserError(
-            f"PyTorch {torch.__version__} cannot compile this training ({in_one_line(error)}). "
-            "Launch without dynamo_backend; the stage's last checkpoint is kept"
-        ) from error
 
 
 @contextmanager

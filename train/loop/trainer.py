@@ -156,13 +156,11 @@ class Trainer:
         self.total_steps = 0
         self.progress = TrainingProgress()
 
-    @parallel.compiling()
     def fit(self) -> TrainingProgress:
         """Train to the end.
 
         Raises UserError if more than `max_skipped_steps` have a loss or gradient that is not
-        finite, and as `parallel.compiling`. Raises Stopped, after saving a checkpoint, if the
-        process was asked to stop.
+        finite. Raises Stopped, after saving a checkpoint, if the process was asked to stop.
         """
         groups = [dict(group) for group in self.optimizer.param_groups]
         stored = self.checkpoints.load(self._load_average)

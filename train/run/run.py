@@ -44,6 +44,7 @@ from train.data.corpus import Corpus
 from train.data.read import Example, spread
 from train.data.template import set_moment
 from train.data.text_files import Texts
+from train.loop.compiling import compiling
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
 from train.measure.ranks import Ranks
@@ -445,7 +446,8 @@ class Run:
         # already done draws no random numbers.
         set_seed(self.config.seed)
         inputs = self._inputs(settings, directory, earlier, examples)
-        outcome = STAGES[settings.kind](settings, inputs).run()
+        with compiling():
+            outcome = STAGES[settings.kind](settings, inputs).run()
         outcome.summary["seconds"] = time.perf_counter() - begin
         # The peak of the process would be that of whatever ran before.
         outcome.summary["peak_memory_bytes"] = peak_memory() if own_peak else None
