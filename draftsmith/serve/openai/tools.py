@@ -3,8 +3,9 @@
 A call's format is the chat template's. A new format is a row of `FORMATS`. A tokenizer with a
 `response_template` is read by transformers instead.
 
-The parsers of vLLM 0.32 and SGLang 0.5.23 were tried on 97 texts in these formats, whole and in
-pieces. They differ from each other and from this one, which keeps to these rules:
+The parsers of vLLM 0.32 (those of 0.33 are the same files) and SGLang 0.5.23 were tried on 97 texts
+in these formats, whole and in pieces. They differ from each other and from this one, which keeps to
+these rules:
 
 - A complete call is delivered whatever else the answer has. There, one that is not JSON, or an end
   mark inside an argument, makes text of all calls.
