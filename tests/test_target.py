@@ -384,8 +384,18 @@ def test_numbers_that_mean_nothing(copy: Path, numbers: dict[str, Any], message:
             load(str(copy))
 
 
-def test_an_infinite_limit_is_none(copy: Path) -> None:
-    edit_json(copy / "config.json", time_step_limit=[0.0, float("inf")])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"time_step_limit": [0.0, float("inf")]},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}},
+        {"vocab_size_per_layer_input": 262_144},
+        {"num_experts": 1, "num_experts_per_tok": 2},
+        {"some_number": 10**400},
+    ],
+)
+def test_numbers_of_published_configs(copy: Path, numbers: dict[str, Any]) -> None:
+    edit_json(copy / "config.json", **numbers)
     load_shapes(str(copy))
 
 
