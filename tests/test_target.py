@@ -345,6 +345,7 @@ def test_weights_of_other_parts_may_be_left_over(copy: Path) -> None:
         "model.layers.0.self_attn.bias",
         "model.layers.0.self_attn.k_scale",
         "model.layers.0.self_attn.rotary_emb.cos_cached",
+        "model.layers.0.mlp.gate_proj._extra_state",
     )
     assert load_target(str(copy)).model.config.num_hidden_layers == 2
 
@@ -384,8 +385,18 @@ def test_numbers_that_mean_nothing(copy: Path, numbers: dict[str, Any], message:
             load(str(copy))
 
 
-def test_an_infinite_limit_is_none(copy: Path) -> None:
-    edit_json(copy / "config.json", time_step_limit=[0.0, float("inf")])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"time_step_limit": [0.0, float("inf")]},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": -1}},
+        {"vocab_size_per_layer_input": 262_144},
+        {"num_experts": 1, "num_experts_per_tok": 2},
+        {"some_number": 10**400},
+    ],
+)
+def test_numbers_of_published_configs(copy: Path, numbers: dict[str, Any]) -> None:
+    edit_json(copy / "config.json", **numbers)
     load_shapes(str(copy))
 
 

@@ -12,12 +12,14 @@ from decode.base.errors import UserError
 
 # Infinite numbers mean "no limit" in such a key (`time_step_limit`) and nothing elsewhere.
 LIMIT = "limit"
-# What a number must be where its key says so. The parts for images and sound have other habits, and
-# do not run.
+# What a number must be where its key says so. The parts for images and sound, which do not run, and
+# for quantisers have other habits: `group_size: -1` of GPTQ is one group a row.
 ABOVE_0 = re.compile(r"theta$|_position_embeddings$|^n_positions$|^max_.*positions$")
 NOT_BELOW_0 = re.compile(r"^(num|max|n)_|(^|_)(size|dim|heads|rank|window|eps|epsilon)$")
-ROPE, MEDIA = "rope_parameters", {"vision_config", "audio_config"}
-# Experts of a layer, and those of them that a token goes to.
+ROPE = "rope_parameters"
+OTHERS = {"vision_config", "audio_config", "quantization_config", "compression_config"}
+# Experts of a layer, and those of them that a token goes to. A single expert has no router: it is
+# the plain layer of a dense Jamba.
 EXPERTS = re.compile(r"^(moe_)?(num|n)_(local_|routed_)?experts$")
 CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_top_?k$|^top_k_experts$")
 
@@ -27,9 +29,10 @@ def require_sound_numbers(source: str, config: Any) -> None:
     its key excludes, or chooses more experts than there are."""
     for key, value, holders in _numbers(config.to_dict(), ()):
         rope = ROPE in holders
-        if not math.isfinite(value) and not (LIMIT in key and not math.isnan(value)):
+        unbounded = isinstance(value, float) and not math.isfinite(value)
+        if unbounded and not (LIMIT in key and not math.isnan(value)):
             wanted = "a finite number"
-        elif MEDIA & {*holders}:
+        elif OTHERS & {*holders}:
             continue
         elif value <= 0 and (ABOVE_0.search(key) or (rope and "factor" in key)):
             wanted = "a number above 0"
@@ -45,7 +48,7 @@ def require_sound_numbers(source: str, config: Any) -> None:
     counts = {key: value for key, value in text.items() if isinstance(value, int)}
     experts = max((n for key, n in counts.items() if EXPERTS.search(key)), default=0)
     for key, chosen in counts.items():
-        if experts and CHOSEN.search(key) and not 1 <= chosen <= experts:
+        if experts > 1 and CHOSEN.search(key) and not 1 <= chosen <= experts:
             raise UserError(
                 f"{key} is {chosen} in the config of {source}, but a layer has {experts} experts; "
                 f"expected 1 to {experts}; correct it, or get the file again"

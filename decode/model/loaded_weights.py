@@ -12,10 +12,11 @@ from torch import nn
 
 from decode.base.errors import UserError
 
-# What some checkpoints hold beside their weights: tables that the model computes, masks, and the
-# scales of a quantised cache.
+# What some checkpoints hold beside their weights: tables that the model computes, masks, the scales
+# of a quantised cache, and what a training framework keeps of a layer.
 TABLES = re.compile(
-    r"rotary|inv_freq|position_ids|(causal_mask|masked_bias|_cached|version|[qkv]_scale)$"
+    r"rotary|inv_freq|position_ids"
+    r"|(causal_mask|masked_bias|_cached|version|[qkv]_scale|_extra_state)$"
 )
 # The projection that every layer of multi-token prediction has, and no other layer. Some families
 # keep these layers behind the decoder's own, in the same list.

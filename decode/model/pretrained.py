@@ -44,7 +44,8 @@ UNLIMITED_POSITIONS = 2**31 - 1
 # What a part of a config's name says about the model.
 MEDIA = {"vision_config": "images", "audio_config": "sound"}
 # Keys of a config that count things of which transformers makes a list, and the longest such list.
-COUNTS, MOST = re.compile("layer|label|block_count"), 10**5
+# `vocab_size_per_layer_input` (Gemma 3n and 4) counts no layers.
+COUNTS, MOST = re.compile("(?<!per_)layer|label|block_count"), 10**5
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 # Lines and characters of an error that a message repeats.
 REASON_LINES, REASON_LENGTH = 4, 400
