@@ -356,6 +356,37 @@ def test_each_key_that_names_the_layers_is_read(
     assert imported.settings["captured_layers"] == [1, 3, 6]
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("stated", "read"),
+    [
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e5, "factor": 2.0},
+        ),
+        (
+            {"original_max_position_embeddings": 96, "rope_parameters": YARN},
+            {"original_max_position_embeddings": 96},
+        ),
+        (
+            {"max_position_embeddings": 96, "rope_scaling": YARN},
+            {"original_max_position_embeddings": 96},
+        ),
+    ],
+)
+def test_rotary_settings_of_all_places_are_read(
+    stated: dict[str, Any], read: dict[str, Any], tmp_path: Path, seven: Target
+) -> None:
+    """As in transformers, one place may leave out what stands in another."""
+    made = LAYOUTS["safeailab_eagle3"](seven)
+    made.config |= stated
+    imported = import_drafter(str(made.save(tmp_path / "published")), seven, tmp_path / "out")
+    assert imported.settings is not None
+    assert imported.settings["layer"]["rope_parameters"].items() >= read.items()
+
+
 def test_a_key_may_be_ignored_by_name(tmp_path: Path, seven: Target) -> None:
     """What transformers 4 writes is not refused, and what nobody knows only if nobody says so."""
     made = LAYOUTS["safeailab_eagle3"](seven)
