@@ -423,15 +423,17 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     model.save_pretrained(source)
     settings = json.loads((source / "config.json").read_text("utf-8"))
     settings |= {"dtype": "float32", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
-    settings |= {"use_qk_norm": True, "rope_theta": 1e4}
+    # Words of a model's code need not be keys that it reads.
+    settings |= {"use_qk_norm": True, "rope_theta": 1e4, "scaling": 2.0}
     settings["rope_parameters"] |= {"residual_scale": 2}
+    settings["rope_scaling"] = settings["rope_parameters"] | {"norm": 2}
     (source / "config.json").write_text(json.dumps(settings), "utf-8")
     (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", "utf-8")
     imported = import_drafter(str(source), seven, tmp_path / "out")
     assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
     assert imported.notes == [
-        "its config has rope_parameters.residual_scale, use_qk_norm, which transformers does not "
-        "read",
+        "its config has rope_parameters.residual_scale, rope_scaling.norm, "
+        "rope_scaling.residual_scale, scaling, use_qk_norm, which transformers does not read",
         "its config names code (auto_map), which was neither read nor run",
     ]
     export_drafter(tmp_path / "out", "hf", tmp_path / "export")
