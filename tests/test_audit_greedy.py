@@ -17,7 +17,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from draftsmith import Audit, AuditOptions
 from draftsmith.auditing import report, tails
-from draftsmith.auditing.asking import _Ids, _LlamaIds
+from draftsmith.auditing.asking import _Ids, _LlamaIds, ask_texts
 from draftsmith.auditing.contract import Said
 from draftsmith.auditing.drafts import acceptance_finding
 from draftsmith.auditing.entry import server_root
@@ -220,6 +220,22 @@ def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> 
                     draftsmith.audit(url, TARGET, prompts, options)
 
 
+@pytest.mark.parametrize("odd", [{"text": "a"}, {"token_ids": ["a"]}, "x"], ids=str)
+def test_an_answer_of_another_shape_leaves_the_other_of_its_request(odd: Any) -> None:
+    def change(reply: dict[str, Any], number: int) -> None:
+        whole = reply["choices"][0]
+        reply["choices"].insert(0, whole | odd if "token_ids" in odd else odd)
+
+    with served(AnswerEngine(change=change).app()) as url:
+        config, drawn = ServerConfig(url=[url]), Sampling(1.0)
+        asked = ask_texts(
+            url, TARGET, PROMPTS[:3], drawn, config, samples=1, max_new_tokens=8, seed=0, each=2
+        )
+    assert sorted(text.number for text in asked.texts) == [0, 1, 2]
+    assert len(asked.left_out) == 3
+    assert asked.faults == []
+
+
 @pytest.mark.parametrize("odd", [float("nan"), float("-inf"), 10**400, None, "x"])
 def test_a_log_probability_that_is_no_number_is_none(odd: Any) -> None:
     """As of an engine that says none: the tokens of such an answer are judged."""
@@ -227,10 +243,10 @@ def test_a_log_probability_that_is_no_number_is_none(odd: Any) -> None:
     told = {"token_logprobs": [-1.5, odd]}
     for log_p, expected in ((told, None), ({"token_logprobs": [-1.5, -2]}, [-1.5, -2])):
         reply: dict[str, Any] = {"choices": [choice | {"logprobs": log_p}]}
-        assert _Ids().replies(reply)[0][1] == expected
+        assert _Ids().reply(reply)[1] == expected
         probabilities = [{"logprob": value} for value in log_p["token_logprobs"]]
         reply = {"content": "a", "stop_type": "limit", "completion_probabilities": probabilities}
-        assert _LlamaIds().replies(reply)[0][1] == expected
+        assert _LlamaIds().reply(reply)[1] == expected
 
 
 def test_no_rounding_at_all_is_judged_too() -> None:

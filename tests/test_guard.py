@@ -83,6 +83,7 @@ def test_an_admin_key_is_seen_wherever_it_is_sent(key: str) -> None:
     for sent in (
         *(f"Bearer {key}", key, f'a="{key}"; b=c', f"x={key}", f"key={quoted}"),
         *(f"Basic {basic}", f"basic  {basic}", f"/v1/{quoted}/models", f"/{key}"),
+        *(f"[{key}]", f"a|{key}|b", f"<{key}>", f"{{{key}}}", f"q=a+{key}", f"a?{key}#b"),
     ):
         assert guard.shows_admin_key([b"a=b", sent.encode()]), sent
     assert not guard.shows_admin_key([f"Bearer {key}s".encode(), f"Bearer my-{key}".encode()])

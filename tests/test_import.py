@@ -356,6 +356,37 @@ def test_each_key_that_names_the_layers_is_read(
     assert imported.settings["captured_layers"] == [1, 3, 6]
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("stated", "read"),
+    [
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            {"rope_theta": 5e5, "factor": 2.0},
+        ),
+        (
+            {"original_max_position_embeddings": 96, "rope_parameters": YARN},
+            {"original_max_position_embeddings": 96},
+        ),
+        (
+            {"max_position_embeddings": 96, "rope_scaling": YARN},
+            {"original_max_position_embeddings": 96},
+        ),
+    ],
+)
+def test_rotary_settings_of_all_places_are_read(
+    stated: dict[str, Any], read: dict[str, Any], tmp_path: Path, seven: Target
+) -> None:
+    """As in transformers, one place may leave out what stands in another."""
+    made = LAYOUTS["safeailab_eagle3"](seven)
+    made.config |= stated
+    imported = import_drafter(str(made.save(tmp_path / "published")), seven, tmp_path / "out")
+    assert imported.settings is not None
+    assert imported.settings["layer"]["rope_parameters"].items() >= read.items()
+
+
 def test_a_key_may_be_ignored_by_name(tmp_path: Path, seven: Target) -> None:
     """What transformers 4 writes is not refused, and what nobody knows only if nobody says so."""
     made = LAYOUTS["safeailab_eagle3"](seven)
@@ -392,15 +423,17 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     model.save_pretrained(source)
     settings = json.loads((source / "config.json").read_text("utf-8"))
     settings |= {"dtype": "float32", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
-    settings |= {"use_qk_norm": True, "rope_theta": 1e4}
+    # Words of a model's code need not be keys that it reads.
+    settings |= {"use_qk_norm": True, "rope_theta": 1e4, "scaling": 2.0}
     settings["rope_parameters"] |= {"residual_scale": 2}
+    settings["rope_scaling"] = settings["rope_parameters"] | {"norm": 2}
     (source / "config.json").write_text(json.dumps(settings), "utf-8")
     (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", "utf-8")
     imported = import_drafter(str(source), seven, tmp_path / "out")
     assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
     assert imported.notes == [
-        "its config has rope_parameters.residual_scale, use_qk_norm, which transformers does not "
-        "read",
+        "its config has rope_parameters.residual_scale, rope_scaling.norm, "
+        "rope_scaling.residual_scale, scaling, use_qk_norm, which transformers does not read",
         "its config names code (auto_map), which was neither read nor run",
     ]
     export_drafter(tmp_path / "out", "hf", tmp_path / "export")

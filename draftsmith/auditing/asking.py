@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx2
@@ -54,14 +55,15 @@ class _Ids(Completions):
             body.pop(name, None)
         return body
 
-    def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
-        """The answers, each with the log-probabilities of its tokens. Raises as `Protocol.read`."""
-        replies = []
-        for choice in body["choices"]:
-            # Names of tokens are not unique.
-            log_p = (choice.pop("logprobs", None) or {}).get("token_logprobs")
-            replies.append((self.read(body | {"choices": [choice]}), _numbers(log_p)))
-        return replies
+    def parts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The body of each answer. Raises what an index or a key does."""
+        return [body | {"choices": [choice]} for choice in body["choices"]]
+
+    def reply(self, part: dict[str, Any]) -> tuple[Reply, LogP]:
+        """An answer with the log-probabilities of its tokens. Raises as `Protocol.read`."""
+        # Names of tokens are not unique.
+        log_p = (part["choices"][0].pop("logprobs", None) or {}).get("token_logprobs")
+        return self.read(part), _numbers(log_p)
 
 
 class _LlamaIds(LlamaServer):
@@ -72,10 +74,14 @@ class _LlamaIds(LlamaServer):
     def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
         return super().body(row, settings) | {"n_probs": settings.logprobs}
 
-    def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
-        """As `_Ids.replies`."""
-        log_p = [token["logprob"] for token in body.get("completion_probabilities", ())]
-        return [(self.read(body), _numbers(log_p))]
+    def parts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """As `_Ids.parts`."""
+        return [body]
+
+    def reply(self, part: dict[str, Any]) -> tuple[Reply, LogP]:
+        """As `_Ids.reply`."""
+        log_p = [token["logprob"] for token in part.get("completion_probabilities", ())]
+        return self.read(part), _numbers(log_p)
 
 
 def _numbers(log_p: Any) -> LogP:
@@ -176,21 +182,25 @@ class AuditedServer(ServerClient):
             return
         self.accepted(response)
         try:
-            replies, counts = self.decoded(
-                response, lambda body: (self.protocol.replies(body), _drafted(body))
+            parts, counts = self.decoded(
+                response, lambda body: (self.protocol.parts(body), _drafted(body))
             )
         except UserError as error:
             asked.leave_out(error, each)
             return
         asked.counts += counts
-        if len(replies) != each:
-            asked.faults.append(f"{len(replies)} answers came in place of {each}")
-        asked.faults += _miscounted([reply for reply, _ in replies])
-        for reply, log_p in replies:
+        if len(parts) != each:
+            asked.faults.append(f"{len(parts)} answers came in place of {each}")
+        replies = []
+        for part in parts:
             try:
+                reply, log_p = self.understood(response, partial(self.protocol.reply, part))
+                replies.append(reply)
                 self._put(reply, log_p, row, number, settings, asked)
             except UserError as error:
                 asked.leave_out(error)
+        if len(replies) == len(parts):
+            asked.faults += _miscounted(replies)
 
     def _put(
         self,

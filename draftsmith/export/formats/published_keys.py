@@ -43,6 +43,11 @@ _ROTARY = """
 """
 ROTARY_KEYS = frozenset(_ROTARY.split())
 _ROTATIONS = ("rope_parameters", "rope_scaling")
+# How code reads a key of a config. Any other word in it, such as `scaling`, is no key.
+_READS = re.compile(
+    r"config\.(\w+)"
+    r"|\b(?:getattr|hasattr|pop|get|setdefault)\(\s*(?:[\w.]+,\s*)?[\"'](\w+)[\"']"
+)
 
 
 def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> list[str]:
@@ -79,15 +84,16 @@ def model_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
 
 def unread_by_transformers(config: Mapping[str, Any]) -> list[str]:
     """Return the unknown keys of a complete model's config, as `unknown_keys` writes them, that
-    transformers' code for this family does not name. Models read some keys that no config lists."""
+    transformers' code for this family does not read. Models read some keys that no config lists."""
     made = _class_of(config, None)
     unknown = unknown_keys(config, model_keys(config))
     if made is None or not unknown:
         return unknown
     folder = Path(inspect.getfile(made)).parent
     files = [*folder.glob("*.py"), *folder.parent.parent.glob("modeling_rope_utils.py")]
-    words = set(re.findall(r"\w+", "".join(file.read_text(encoding="utf-8") for file in files)))
-    return [path for path in unknown if path.rpartition(".")[2] not in words]
+    code = "".join(file.read_text(encoding="utf-8") for file in files)
+    read = {key for keys in _READS.findall(code) for key in keys if key}
+    return [path for path in unknown if path.rpartition(".")[2] not in read]
 
 
 def _class_of(
@@ -103,7 +109,10 @@ def _keys_of(
 ) -> dict[str, Collection[str]]:
     if made is None or not hasattr(made, "sub_configs"):
         return {place: ()}
-    keys: dict[str, Collection[str]] = {place: {*made().to_dict(), *made.attribute_map}}
+    listed = {*made().to_dict(), *made.attribute_map}
+    if listed & {*_ROTATIONS}:  # either is read, and looked into below
+        listed |= {*_ROTATIONS}
+    keys: dict[str, Collection[str]] = {place: listed}
     for name, usual in made.sub_configs.items():
         inner = config.get(name)
         if isinstance(inner, Mapping):

@@ -48,6 +48,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "rope_parameters": lambda value: _is_rotation(value),
     "rope_scaling": lambda value: _is_rotation(value),
     "original_max_position_embeddings": is_count,
+    "max_position_embeddings": is_count,
 }
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Families whose layers compute what a llama's do, with norms and biases that tensors show.
@@ -59,8 +60,7 @@ LAYER_KEYS = (
     *(*NEEDED, *WITHOUT_BIAS, *OPTIONAL),
     *("target_hidden_size", "target_vocab_size", "num_hidden_layers", "hidden_act"),
     *("partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window"),
-    *("tie_word_embeddings", "max_position_embeddings", "max_window_layers"),
-    *("decoder_sparse_step", "mlp_only_layers"),
+    *("tie_word_embeddings", "max_window_layers", "decoder_sparse_step", "mlp_only_layers"),
 )
 # Keys of rotary positions in transformers 4.
 OLDER_ROTATION = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
@@ -184,7 +184,9 @@ def sound_settings(
         llama = LlamaConfig(
             hidden_size=hidden,
             num_attention_heads=heads,
-            max_position_embeddings=usual.max_position_embeddings,
+            # Some rotary settings that are left out follow from it.
+            max_position_embeddings=contents.get("max_position_embeddings")
+            or usual.max_position_embeddings,
             rope_parameters=rope,
         )
     settings = LayerSettings(
@@ -238,7 +240,7 @@ def _rotation(contents: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[
     if scaling and stated.get("rope_type", "default") == "default" != scaling.get("rope_type"):
         different["rope_scaling"] = scaling
     if not different:
-        return dict(stated) or None, []
+        return {**older, **stated} or None, []
     return None, [
         f"config.json: rope_parameters is {stated}, but beside it stands {different}, and readers "
         "take either; expected the same rotary positions in both"

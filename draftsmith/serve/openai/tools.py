@@ -70,6 +70,7 @@ class CallFormat:
     arguments: str
 
 
+_BRACKET = r"\[(?!TOOL_CALLS\])"
 FORMATS = (
     # Hermes, Qwen2.5 and Qwen3; GLM writes <tool_call>{name} and no JSON.
     CallFormat(
@@ -79,9 +80,11 @@ FORMATS = (
     ),
     # Mistral and Mixtral, before [ARGS]. A list at the beginning needs no mark.
     CallFormat(
-        r"\[TOOL_CALLS\](?!.*\[ARGS\])", r"\[TOOL_CALLS\][\s\[]*|\A\s*\[\s*",
+        # A bracket may also begin the next mark.
+        r"\[TOOL_CALLS\](?!.*\[ARGS\])",
+        rf"\[TOOL_CALLS\](\s|{_BRACKET})*|\A\s*{_BRACKET}\s*",
         "[TOOL_CALLS][", "", "", ", ", "]",
-        ("[TOOL_CALLS]",), r"[\s\]]*[,;]?[\s\[]*", r"\s*\]", "arguments",
+        ("[TOOL_CALLS]",), rf"[\s\]]*[,;]?(\s|{_BRACKET})*", r"\s*\]", "arguments",
     ),
     # Llama 3.1 to 3.3: objects, with a mark or without one.
     CallFormat(
