@@ -118,7 +118,7 @@ def test_a_step_with_a_chain_reads_once(rule: str) -> None:
     "kind", ["medusa", "eagle1", "p_eagle", "pass", "dspark", "dflash2", "kangaroo"]
 )
 def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
-    require_waits(headed(kind), 1)
+    require_waits(headed(kind), 1, LONGER)
 
 
 @pytest.mark.parametrize(

@@ -57,13 +57,17 @@ class LoopConfig(Strict):
         self, stage: str, dev: "DevConfig | None", earlier: Sequence[StageConfig]
     ) -> None:
         """Raise UserError for settings that would do nothing without figures on a dev slice, and
-        for figures on text that is not of the dev split. dev: those figures, if there are any."""
+        for figures on text that is trained on, or on test text that would choose the best version.
+        dev: those figures, if there are any."""
         if dev is not None and dev.text != "data":
             answers: Any = closest_stage(dev.text, earlier, "generate")
-            if answers.split != "dev":
+            faults = {"train": "is trained on"}
+            if self.keep_best:
+                faults["test"] = "may choose nothing, as loop.keep_best would"
+            if fault := faults.get(answers.split):
                 raise UserError(
-                    f"stage {stage}: dev.text {dev.text} answered the {answers.split} split, but "
-                    "the figures are of the dev split; name a generate stage that answers dev"
+                    f"stage {stage}: dev.text {dev.text} answered the {answers.split} split, which "
+                    f"{fault}; name a generate stage that answers dev"
                 )
         if self.keep_best and dev is None:
             raise UserError(
