@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -134,7 +135,7 @@ def test_a_name_that_no_file_can_have_ends_in_a_line(
     option: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     save_tiny(tmp_path / "target", "llama")
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
