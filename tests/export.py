@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
+from decode.model.forward import few_rows
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from distill.losses import WeightedLoss
@@ -232,6 +233,14 @@ def require_environment(missing: str | None, install: str) -> None:
     command that installs it."""
     if missing:
         pytest.skip(f"{missing}; install it with: {install}")
+
+
+def needs_few_rows(dtype: torch.dtype) -> None:
+    """Skip the test where the products of few rows in a dtype do not run."""
+    if not few_rows._processor_fits(few_rows.NUMBERS[dtype]):
+        pytest.skip(f"this CPU has no products of few rows in {dtype}, or has better ones")
+    no_library = "no C++ compiler" if few_rows.library(dtype) is None else None
+    require_environment(no_library, "apt-get install g++")
 
 
 def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:

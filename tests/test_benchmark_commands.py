@@ -53,6 +53,24 @@ def test_every_command_of_the_page_is_here() -> None:
     assert cited() == {*SMALL} | IN_AN_ENGINE
 
 
+def test_a_page_says_where_a_command_is_that_is_gone() -> None:
+    """The page of benchmarks names the commit for each of them."""
+    table = PAGE.read_text(encoding="utf-8").partition("## Answered once")[2]
+    gone = set(re.findall(r"python -m benchmarks\.([a-z]\w*)", table))
+    assert gone.isdisjoint(cited())
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        first: dict[str, int] = {}
+        for found in re.finditer(r"python -m benchmarks\.([a-z]\w*)", text):
+            first.setdefault(found[1], found.start())
+        for name, place in first.items():
+            if page == PAGE or name in cited():
+                continue
+            assert name in gone, f"{page}: {name}"
+            near = text[max(0, place - 200) : place + 400]
+            assert "#answered-once" in near, f"{page}: {name} has no tag"
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SMALL)

@@ -24,7 +24,7 @@ from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.weight_bytes import MOST, use_bytes
 from decode.model.identity import require_same_weights, sample_weights, weights_sha256
 from heads.layers.llama_layer import DraftLayer, Rotary
-from tests.export import require_environment
+from tests.export import needs_few_rows
 from tests.tiny import VOCAB, tiny_model
 from train.measure.machine import describe_kernels
 
@@ -32,10 +32,7 @@ from train.measure.machine import describe_kernels
 @pytest.fixture(params=["bfloat16", "float32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     found: torch.dtype = getattr(torch, request.param)
-    if not few_rows._processor_fits(few_rows.NUMBERS[found]):
-        pytest.skip(f"this CPU has no products of few rows in {found}, or has better ones")
-    no_library = "no C++ compiler" if few_rows.library(found) is None else None
-    require_environment(no_library, "apt-get install g++")
+    needs_few_rows(found)
     return found
 
 
@@ -389,13 +386,11 @@ def test_pytorchs_products_stay_where_there_is_no_library(
 
 
 def test_what_was_compiled_before_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    fitting = [found for found in few_rows.NUMBERS if few_rows.library(found) is not None]
-    if not fitting:
-        pytest.skip("this machine compiles no functions for few rows")
+    needs_few_rows(torch.float32)
     monkeypatch.setenv("CXX", "no-such-compiler")
     few_rows.library.cache_clear()
     try:
-        assert few_rows.library(fitting[0]) is not None
+        assert few_rows.library(torch.float32) is not None
     finally:
         few_rows.library.cache_clear()
 
@@ -405,11 +400,9 @@ def test_a_library_that_is_of_no_use_is_compiled_again(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The compiler here is a program with an argument, which gives what was compiled before."""
-    dtype = next((x for x in few_rows.NUMBERS if few_rows.library(x) is not None), None)
-    if dtype is None:
-        pytest.skip("this machine compiles no functions for few rows")
+    needs_few_rows(torch.float32)
     few_rows.library.cache_clear()
-    before = few_rows.library(dtype)
+    before = few_rows.library(torch.float32)
     assert before is not None
     compiler, kept = tmp_path / "compiler", tmp_path / "draftsmith" / Path(before._name).name
     compiler.write_text(f'for last; do :; done; cp "{before._name}" "$last"\n', "utf-8")
@@ -423,7 +416,7 @@ def test_a_library_that_is_of_no_use_is_compiled_again(
     try:
         for _ in range(2):
             few_rows.library.cache_clear()
-            assert few_rows.library(dtype) is not None
+            assert few_rows.library(torch.float32) is not None
         said = [record.message for record in caplog.records]
         if cache == "broken":
             assert kept.read_bytes() == Path(before._name).read_bytes()

@@ -12,19 +12,21 @@ from gguf.quants import dequantize
 from torch import nn
 
 from decode.model.cache.cached_model import CachedLM
-from decode.model.forward import few_rows, huge_pages
+from decode.model.forward import huge_pages
 from decode.model.forward.few_rows import FORMS
 from decode.model.forward.huge_pages import in_huge_pages
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import refresh_packed
 from decode.model.forward.quantised_rows import FIRST, TYPES, QuantisedFile, unpacked
 from decode.model.forward.quantised_rows import FORMS as OWN_FORMS
+from tests.export import needs_few_rows
 from tests.tiny import real_target
 from train.measure.machine import describe_kernels
 
-pytestmark = pytest.mark.skipif(
-    few_rows.library(torch.float32) is None, reason="this CPU has no products of few rows"
-)
+
+@pytest.fixture(autouse=True)
+def compiled() -> None:
+    needs_few_rows(torch.float32)
 
 
 def stored(name: str, rows: int, size: int, seed: int = 0) -> tuple[Any, np.ndarray]:

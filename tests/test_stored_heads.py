@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
-from decode.model.forward import few_rows
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter, split_window
 from decode.opening.shipped import SHIPPED, shipped_drafter, shipped_names
@@ -25,7 +24,7 @@ from draftsmith.export.formats import FORMATS
 from draftsmith.export.model_card import drafter_card
 from draftsmith.export.trained_drafter import target_hub_id
 from heads.heads_directory import SAMPLE, WEIGHTS, read_heads, stored_options
-from tests.export import FEW, KEPT, PROMPTS, edit_weights, make_heads, save_target
+from tests.export import FEW, KEPT, PROMPTS, edit_weights, make_heads, needs_few_rows, save_target
 from tests.tiny import real_target
 
 EAGLE = {"type": "eagle1", "depth": 3}
@@ -109,11 +108,9 @@ def test_heads_with_nan_are_refused_by_the_name_of_the_weight(
         read_heads(path, target)
 
 
-@pytest.mark.skipif(
-    few_rows.library(torch.float32) is None, reason="this CPU has no products of few rows"
-)
 def test_a_drafter_opens_with_weights_in_bytes(tmp_path: Path, target: Target) -> None:
     """The texts are the same, nearly as much is accepted, and a quarter is read of float32."""
+    needs_few_rows(torch.float32)
     make_heads(tmp_path / "drafter", target, EAGLE, moved=0.02)
     path = str(tmp_path / "drafter")
     texts, accepted, read = [], [], []
