@@ -191,6 +191,9 @@ FAULTS: dict[str, dict[str, Change]] = {
             rope_scaling={"rope_type": "mystery", "factor": 2.0}
         ),
         "config.json has residual_scale, which this import does not know": config(residual_scale=2),
+        "layer_types is ['linear_attention'], expected full_attention or sliding": config(
+            layer_types=["linear_attention"]
+        ),
         "rope_scaling is {'rope_type': 'linear', 'factor': 2.0, 'sections': 3}, which": config(
             rope_scaling={"rope_type": "linear", "factor": 2.0, "sections": 3}
         ),
