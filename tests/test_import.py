@@ -272,6 +272,12 @@ FAULTS: dict[str, dict[str, Change]] = {
         "config.json has speculators_config.proposal_methods.alpha, which": lambda made: (
             made.config["speculators_config"]["proposal_methods"][0].update(alpha=0.5)
         ),
+        "config.json has speculators_config.proposal_methods.beta, which": lambda made: made.config[
+            "speculators_config"
+        ]["proposal_methods"].append([{"beta": 0.5}]),
+        "default_proposal_method is {'temperature': 5}, expected text": lambda made: made.config[
+            "speculators_config"
+        ].update(default_proposal_method={"temperature": 5}),
         "has no norm_before_residual, and readers assume different values": lambda made: (
             made.config.pop("norm_before_residual")
         ),
