@@ -74,7 +74,8 @@ def test_a_published_window_is_that_of_sliding_layers() -> None:
     assert published_window(sliding) == (9, [])
     assert published_window({"sliding_window": 9}) == (None, [])
     assert published_window({"layer_types": ["full_attention"], "sliding_window": 9}) == (None, [])
-    for wrong in ({"sliding_window": None}, {"layer_types": ["sliding_attention", "other"]}):
+    others: list[dict[str, Any]] = [{"layer_types": ["sliding_attention", "other"]}]
+    for wrong in (*others, {"layer_types": ["other"]}, {"sliding_window": None}):
         window, problems = published_window(sliding | wrong)
         assert window is None
-        assert "sliding_window" in problems[0]
+        assert "layer_types" in problems[0]

@@ -191,6 +191,9 @@ FAULTS: dict[str, dict[str, Change]] = {
             rope_scaling={"rope_type": "mystery", "factor": 2.0}
         ),
         "config.json has residual_scale, which this import does not know": config(residual_scale=2),
+        "layer_types is ['linear_attention'], expected full_attention or sliding": config(
+            layer_types=["linear_attention"]
+        ),
         "rope_scaling is {'rope_type': 'linear', 'factor': 2.0, 'sections': 3}, which": config(
             rope_scaling={"rope_type": "linear", "factor": 2.0, "sections": 3}
         ),
@@ -269,6 +272,12 @@ FAULTS: dict[str, dict[str, Change]] = {
         "config.json has speculators_config.proposal_methods.alpha, which": lambda made: (
             made.config["speculators_config"]["proposal_methods"][0].update(alpha=0.5)
         ),
+        "config.json has speculators_config.proposal_methods.beta, which": lambda made: made.config[
+            "speculators_config"
+        ]["proposal_methods"].append([{"beta": 0.5}]),
+        "default_proposal_method is {'temperature': 5}, expected text": lambda made: made.config[
+            "speculators_config"
+        ].update(default_proposal_method={"temperature": 5}),
         "has no norm_before_residual, and readers assume different values": lambda made: (
             made.config.pop("norm_before_residual")
         ),

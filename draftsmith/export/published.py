@@ -34,9 +34,13 @@ OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
 # vLLM reads the mask token's embedding of a DFlash drafter from this file.
 MASK_EMBEDDING = "mask_embedding.pt"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head*.pt")
-# What readers look up or loop over, wherever it stands in a config. Other kinds of values in these
-# keys are refused when a checkpoint is opened.
-TEXT_KEYS = ("model_type", "speculators_model_type", "rope_type")
+# What readers look up or loop over, wherever it stands in a config, and texts in whose place an
+# object could hold keys that nobody reads. Other kinds of values in these keys are refused when a
+# checkpoint is opened.
+TEXT_KEYS = (
+    *("model_type", "speculators_model_type", "rope_type"),
+    *("algorithm", "default_proposal_method", "name_or_path"),
+)
 LISTED_TEXT_KEYS = ("architectures", "layer_types")
 OBJECT_KEYS = (
     *("text_config", "transformer_layer_config", "speculators_config", "dflash_config"),

@@ -265,11 +265,10 @@ class DFlashLayers(LayerFormat):
     ) -> tuple[dict[str, Any], list[str]]:
         target, vocab_size = job.target, job.target.vocab_size
         layer_count = target.model.config.get_text_config().num_hidden_layers
-        usual = {"layer_types": None, "use_sliding_window": None, "num_target_layers": layer_count}
+        usual = {"use_sliding_window": None, "num_target_layers": layer_count}
         expected: dict[str, Any] = {
             "num_hidden_layers": is_count,
             "block_size": lambda x: is_count(x) and x > 1,
-            "layer_types": lambda x: set(x or [FULL]) <= {FULL, SLIDING},
             "use_sliding_window": lambda x: not x or SLIDING in (contents.get("layer_types") or ()),
             "num_target_layers": layer_count,
             **{key: x for key, x in self.draft_expected().items() if key != "is_causal"},

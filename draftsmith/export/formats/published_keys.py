@@ -7,7 +7,7 @@ user says that they change nothing (`--ignore-keys`).
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> lis
     ['scale']
     >>> unknown_keys({"a": {"x": 1, "dtype": 2}}, {"": ["a"], "a": ["y"]})
     ['a.x']
-    >>> unknown_keys({"a": [{"x": 1}, {"y": 2}]}, {"": ["a"], "a": ["y"]})
-    ['a.x']
+    >>> unknown_keys({"a": [{"x": 1}, [{"y": 2, "z": 3}]]}, {"": ["a"], "a": ["y"]})
+    ['a.x', 'a.z']
     """
     unknown = set()
     for key, value in config.items():
@@ -70,10 +70,18 @@ def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> lis
         if key not in known[place]:
             unknown.add(path)
         elif path in known:
-            for inner in value if isinstance(value, list) else [value]:
-                if isinstance(inner, Mapping):
-                    unknown |= set(unknown_keys(inner, known, path))
+            for inner in _objects(value):
+                unknown |= set(unknown_keys(inner, known, path))
     return sorted(unknown)
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """A value that is an object, or the objects in a list."""
+    if isinstance(value, Mapping):
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _objects(one)
 
 
 def model_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:

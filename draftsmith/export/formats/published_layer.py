@@ -216,6 +216,11 @@ def published_window(contents: Mapping[str, Any]) -> tuple[int | None, list[str]
     with it. Only layers of the type `sliding_attention` have one, as engines read configs."""
     kinds = set(contents.get("layer_types") or ())
     window = contents.get("sliding_window")
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        return None, [
+            f"config.json: layer_types is {contents['layer_types']!r}, expected full_attention or "
+            "sliding_attention"
+        ]
     if "sliding_attention" not in kinds:
         return None, []
     if len(kinds) > 1 or not is_count(window):
