@@ -220,6 +220,19 @@ def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> 
                     draftsmith.audit(url, TARGET, prompts, options)
 
 
+def test_one_odd_log_probability_does_not_tell_of_other_weights() -> None:
+    texts = []
+    for text in texts_of(rounded, 0):
+        log_p = text.log_p.tolist()
+        if not text.text.number:
+            log_p[0] = -9999.0  # as vLLM writes what JSON cannot
+        told = EngineText(**vars(text.text) | {"log_p": log_p})
+        texts.append(JudgedText(**vars(text) | {"text": told}))
+    verdicts = {x.name: x.verdict for x in greedy_findings(texts, 1e-3)}
+    assert verdicts.pop("log-probabilities") is Judgement.WRONG
+    assert set(verdicts.values()) == {Judgement.EQUAL}
+
+
 @pytest.mark.parametrize("odd", [{"text": "a"}, {"token_ids": ["a"]}, "x"], ids=str)
 def test_an_answer_of_another_shape_leaves_the_other_of_its_request(odd: Any) -> None:
     def change(reply: dict[str, Any], number: int) -> None:

@@ -54,9 +54,11 @@ def _weights(texts: Sequence[JudgedText]) -> Finding:
     first_off = [abs(text.log_p[0] - text.text.log_p[0]) for text in texts if text.text.log_p]
     strange = float(np.mean([text.gap[0] > STRANGE for text in texts]))
     detail = f"{strange:.0%} of {len(texts)} first tokens are far from the target's likeliest"
-    off = float(np.mean(first_off)) if first_off else 0.0
+    # Without the largest one: what a single answer says is about that answer.
+    others = sorted(first_off)[:-1] or first_off
+    off = float(np.mean(others)) if others else 0.0
     if first_off:
-        detail += f"; their log-probabilities are {off:.4f} nats from the target's in the mean"
+        detail += f"; log-probabilities of {len(others)} are {off:.4f} nats off in the mean"
     else:
         detail += "; the server gives no log-probabilities"
     if strange <= MOST_STRANGE and off <= MOST_OFF:
