@@ -89,7 +89,8 @@ SECOND = {
 
 class DFlashLayers(LayerFormat):
     """DFlash, as its authors publish it. own_options: the options of the heads besides those of all
-    block drafters, by their names in a config."""
+    block drafters, by their names in a config. reads_reduced: whether an engine reads such heads
+    with a reduced draft vocabulary, in some layout."""
 
     name = "dflash"
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
@@ -100,6 +101,7 @@ class DFlashLayers(LayerFormat):
     drafter: ClassVar[type[HeadsDrafter]] = DFlashDrafter
     has_target_layers: ClassVar[bool] = False
     own_options: ClassVar[dict[str, str]] = {}
+    reads_reduced: ClassVar[bool] = True
     published_keys: ClassVar[Keys] = {
         "": (*LAYER_KEYS, *BLOCK_KEYS, ROWS, INNER, "is_causal", *STATED),
         INNER: ("mask_token_id", "target_layer_ids", "block_size", *ATTENTION, *STATED, PROJECTOR),
@@ -113,7 +115,14 @@ class DFlashLayers(LayerFormat):
         return drafter.options.block - self.heads.first_slot
 
     def refuse(self, job: ExportJob) -> None:
-        if job.drafter.is_reduced and not self.carries_vocabulary:
+        if not job.drafter.is_reduced:
+            return
+        if not self.reads_reduced:
+            raise UserError(
+                f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which no "
+                "engine reads; train them without draft_vocabulary, or use --format draftsmith"
+            )
+        if not self.carries_vocabulary:
             raise UserError(
                 f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which not "
                 f"all readers of format {self.name} support; export them as "
@@ -399,6 +408,7 @@ class DFlash2Layers(DFlashLayers):
     kinds: ClassVar[tuple[str, ...]] = ("dflash2",)
     architecture = "DFlash2DraftModel"
     own_options = SECOND
+    reads_reduced = False
     heads = DFlash2Heads
     drafter = DFlash2Drafter
     holds_windows = True
@@ -406,13 +416,6 @@ class DFlash2Layers(DFlashLayers):
         "": DFlashLayers.published_keys[""],
         INNER: (*DFlashLayers.published_keys[INNER], *SECOND),
     }
-
-    def refuse(self, job: ExportJob) -> None:
-        if job.drafter.is_reduced:
-            raise UserError(
-                f"the dflash2 heads {job.drafter} have a reduced draft vocabulary, which no engine "
-                "reads; train them without draft_vocabulary, or use --format draftsmith"
-            )
 
     def draft_settings(self, heads: Any) -> dict[str, Any]:
         draft = super().draft_settings(heads)[INNER]

@@ -8,9 +8,8 @@ the GRU's state, R rank, V vocabulary. Their sizes are in `dflash_config`.
 from functools import partial
 from typing import Any, ClassVar
 
-from decode.base.errors import UserError
 from draftsmith.export.file_schema import is_count
-from draftsmith.export.formats import FORMATS, ExportJob
+from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.block_layers import (
     INNER,
     PROJECTOR,
@@ -37,19 +36,13 @@ class DominoLayers(DFlashLayers):
     kinds: ClassVar[tuple[str, ...]] = ("domino",)
     vllm = None
     own_options = SIZES
+    reads_reduced = False
     heads = DominoHeads
     drafter = DominoDrafter
     published_keys: ClassVar[Keys] = {
         "": (*DFlashLayers.published_keys[""], RANK),
         INNER: (*DFlashLayers.published_keys[INNER], *SIZES, *STATED),
     }
-
-    def refuse(self, job: ExportJob) -> None:
-        if job.drafter.is_reduced:
-            raise UserError(
-                f"the domino heads {job.drafter} have a reduced draft vocabulary, which no engine "
-                "reads; train them without draft_vocabulary, or use --format draftsmith"
-            )
 
     def draft_settings(self, heads: Any) -> dict[str, Any]:
         draft = super().draft_settings(heads)[INNER]
