@@ -83,6 +83,12 @@ class SlotMemory:
         ends, old = written[rows[moved]], written[moved]
         blocks = -(-ends // MOVED_SLOTS)
         groups = [np.flatnonzero(blocks == block) for block in np.unique(blocks)]
+        # The rows that lose the same slots, by these slots.
+        lost = {
+            (begin, end): moved[(ends == begin) & (old == end)]
+            for begin, end in zip(ends.tolist(), old.tolist(), strict=True)
+            if begin < end
+        }
         for x in self._tensors:
             parts = [
                 (to_device(rows[moved[of]], x.device), to_device(moved[of], x.device), ends[of])
@@ -92,8 +98,7 @@ class SlotMemory:
                 copies = [layer[:, :, : end.max()].index_select(0, s) for s, _, end in parts]
                 for (_, target, end), copied in zip(parts, copies, strict=True):
                     layer[:, :, : end.max()].index_copy_(0, target, copied)
-            for begin, end in {*zip(ends.tolist(), old.tolist(), strict=True)}:
-                alike = moved[(ends == begin) & (old == end)]
+            for (begin, end), alike in lost.items():
                 x[:, to_device(alike, x.device), :, begin:end] = 0
 
     def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
