@@ -211,6 +211,13 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         """
         return (blocks[:, :, self.first_slot :],)
 
+    def tokens_from(self, anchors: Tensor, input_ids: Tensor, first: int) -> Tensor:
+        """int64 [B, A, S]: the text's tokens from `first` places after each anchor on, and its
+        last one beyond its end. The arguments are those of `read_places`."""
+        steps = torch.arange(first, first + self.options.block, device=anchors.device)
+        columns = (anchors[..., None] + steps).clamp(max=input_ids.shape[1] - 1)
+        return input_ids.gather(1, columns.flatten(1)).view_as(columns)
+
     def anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The anchors of one visit to texts, as `draw_anchors` returns them.
 

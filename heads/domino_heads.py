@@ -93,9 +93,7 @@ class DominoHeads(DFlashHeads):
 
     def read_places(self, blocks: Tensor, anchors: Tensor, input_ids: Tensor) -> tuple[Tensor, ...]:
         """With the rows that are added after the text's tokens, [B, A, D, R]."""
-        steps = torch.arange(self.options.block, device=anchors.device)
-        columns = (anchors[..., None] + steps).clamp(max=input_ids.shape[1] - 1)
-        tokens = input_ids.gather(1, columns.flatten(1)).view_as(columns)
+        tokens = self.tokens_from(anchors, input_ids, 0)
         prefixes = [self.after(tokens[..., 0])]
         for token in tokens[..., 1:].unbind(-1):
             prefixes.append(self.after(token, prefixes[-1]))

@@ -104,10 +104,9 @@ class XPressHeads(DFlashHeads):
     def read_places(self, blocks: Tensor, anchors: Tensor, input_ids: Tensor) -> tuple[Tensor, ...]:
         """With the rows of the refiner, [B, A, D, R], after the text's tokens and after those of
         each pass."""
-        refiner, steps = self.refiner_head, torch.arange(-1, self.options.block - 1)
+        refiner = self.refiner_head
         known = refiner.of_states(blocks)
-        columns = (anchors[..., None] + steps.to(anchors)).clamp(max=input_ids.shape[1] - 1)
-        before = input_ids.gather(1, columns.flatten(1)).view_as(columns)
+        before = self.tokens_from(anchors, input_ids, -1)
         rows, guesses = [refiner.of_blocks(known, before)], self.likeliest(blocks, None)
         for _ in range(self.options.passes):
             # The tokens before the anchor and before the first place are the text's.
