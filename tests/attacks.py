@@ -27,6 +27,7 @@ from draftsmith.watch.run_state import RunState
 from draftsmith.watch.server import WatchServer
 from tests import edge, service, upstream
 from tests.service import until
+from tests.tiny import tiny_target
 
 KEY = "secret"
 # A hundredth of the usual ones, in room. Nobody waits for these seconds: who is locked out stays so
@@ -42,6 +43,8 @@ LIMITS = ServerLimits(
     viewers=4,
     client_viewers=2,
 )
+IDS = {"max_ids": 160_000, "max_client_ids": 40_000}  # of texts of edges
+LONG = 4_000  # ids of one of their texts
 MANY = 16  # connections of an attack
 ANSWER_SECONDS = 60
 COMES = 5  # times that a client connects, at most
@@ -139,8 +142,9 @@ def watch_run(limits: ServerLimits, directory: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def verify_server(limits: ServerLimits) -> Iterator[Server]:
-    bounds = {"max_sessions": 5, "max_client_sessions": 3}
-    with edge.serving(key=KEY, limits=limits, **bounds) as running:
+    bounds = {"max_sessions": 5, "max_client_sessions": 3} | IDS
+    long = tiny_target(max_positions=LONG + 1)
+    with edge.serving(served=long, key=KEY, limits=limits, **bounds) as running:
         server = Server(running.port, edge_server.PATHS, ["/"], "/", lambda: None)
 
         def work() -> None:
@@ -214,6 +218,28 @@ ATTACKS = {
 
 
 FRAMES = {"pings": PING, "pongs": "\x8a\x80\0\0\0\0", "empty messages": "\x82\x80\0\0\0\0"}
+
+
+def text_of(req: int, missing: int = 1) -> bytes:
+    """The message of an edge that opens a text of which so many ids never come."""
+    ids = (LONG - missing) * [5]
+    text = {"length": LONG, "ids": ids, "max_tokens": 9, "seed": 0, "row": 0}
+    return encode("open", req=req, seq=0, **text, sampling=[0.0, 0.0, 1.0, 0.0, 1.0])
+
+
+def framed(message: bytes) -> str:
+    """A message as one frame of a WebSocket, of 126 to 65,535 bytes, with a mask of zeros."""
+    return (b"\x82\xfe" + len(message).to_bytes(2, "big") + bytes(4) + message).decode("latin-1")
+
+
+HELLO = encode("hello", version=VERSION)
+TEXTS = "".join(framed(text_of(req)) for req in range(16))
+# On verify-server alone.
+EDGE_ATTACKS = {name: (UPGRADED, 1000 * frame) for name, frame in FRAMES.items()}
+EDGE_ATTACKS["texts of many ids"] = (
+    UPGRADED + f"\x82{chr(128 + len(HELLO))}\0\0\0\0" + HELLO.decode("latin-1") + TEXTS,
+    TEXTS,
+)
 
 
 @contextlib.contextmanager

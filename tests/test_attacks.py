@@ -2,33 +2,46 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import sys
+import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
+import msgpack
 import pytest
+from starlette.responses import PlainTextResponse
+from websockets.sync.client import connect
 
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
 from draftsmith.edge import server as edge_server
 from draftsmith.edge.protocol import VERSION, encode
 from draftsmith.learn.record import proxy
 from draftsmith.net import few_lines
 from draftsmith.net.body import BodyMemory
 from draftsmith.net.limits import ServerLimits
-from tests import upstream
+from tests import edge, upstream
 from tests.attacks import (
     ANSWER_SECONDS,
     ATTACKS,
+    EDGE_ATTACKS,
     FRAMES,
     GET_HEALTH,
     HANDSHAKE,
+    HELLO,
+    IDS,
     JSON,
     KEY,
     LIMITS,
+    LONG,
     MANY,
     OTHER,
     SERVERS,
@@ -39,9 +52,11 @@ from tests.attacks import (
     head,
     raw,
     status,
+    text_of,
 )
 from tests.imports import ROOT, tracked
 from tests.service import until
+from tests.tiny import tiny_target
 
 WORKS = 5  # times that another client does its work meanwhile
 SECONDS = "header_seconds", "body_seconds", "unread_seconds"
@@ -194,6 +209,111 @@ def test_frames_of_one_client_are_read_at_a_pace(
     # That of each of the attack's addresses, with what it has saved, and the first piece.
     each = LIMITS.client_frames * (time.monotonic() - begin + 1) + edge_server.PIECE_BYTES / 6
     assert len(read) < (MANY + 2) * each
+
+
+@dataclass(eq=False)
+class Edge:
+    """A line of an edge."""
+
+    client: str
+    sent: list[Any] = field(default_factory=list)
+
+    def send(self, frame: bytes) -> None:
+        self.sent.append(msgpack.unpackb(frame))
+
+    def close(self) -> None:
+        self.sent.append({"type": "closed"})
+
+
+@pytest.mark.parametrize("clients", [1, 8])
+def test_ids_of_texts_are_bounded(clients: int) -> None:
+    """Each client sends twice what all may have, in texts that never begin."""
+    with edge.serving(served=tiny_target(max_positions=LONG + 1), **IDS) as running:
+        verifier, other = running.verifier, Edge("other")
+        pool = verifier._sessions._ids
+
+        def put(line: Edge, *frames: bytes) -> None:
+            for frame in frames:
+                verifier.put(line, frame)
+            handled = threading.Event()
+            verifier.post(handled.set)
+            assert handled.wait(60)
+
+        put(other, HELLO, text_of(0))
+        before = other.sent.copy()
+        tracemalloc.start()
+        try:
+            for number in range(clients):
+                for _ in range(5):
+                    put(Edge(f"attacker {number}"), HELLO, *map(text_of, range(16)))
+            gc.collect()
+            held, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        texts = [text for session in verifier._sessions for text in session.texts.values()]
+        assert pool.size == sum(len(text.ids) for text in texts)
+        # All have taken what they may, and no more.
+        full = min(clients * IDS["max_client_ids"], IDS["max_ids"])
+        assert full - LONG < pool.size <= full + LONG
+        assert held < 6 * full + 10_000 * len(verifier._sessions), held
+        # The text of another one is there, and can use its share.
+        put(other, encode("ids", req=0, ids=[5]), *map(text_of, range(1, 9)))
+        assert other.sent == before
+
+
+def test_a_client_whose_own_text_has_no_room_hears_it() -> None:
+    with edge.serving(max_client_ids=12, max_ids=40) as running, edge.edge(running.url) as client:
+        with pytest.raises(UserError, match="no room for 13 more ids: one client may have 12"):
+            client.decode([13 * [5]], 4)
+        with pytest.raises(UserError, match="no room"):
+            client.decode([4 * [5]], 40)
+        assert len(client.decode([4 * [5]], 8).outputs[0]) == 8
+        until(lambda: running.verifier._sessions._ids.size == 0)
+        # Texts that wait for their edge make room, and go on when it comes back.
+        with edge.edge(running.url) as second:
+
+            def meanwhile(row: int, tokens: list[int]) -> None:
+                if not done:
+                    done.extend(second.decode([4 * [6]], 4).outputs)
+
+            done: list[list[int]] = []
+            expected = edge.plain_texts(Sampling(), prompts=[4 * [5]])[0][:8]
+            assert client.decode([4 * [5]], 8, on_tokens=meanwhile).outputs == [expected]
+        assert done
+
+
+@pytest.mark.parametrize(
+    ("trusted", "client"), [(None, "127.0.0.1"), ("10.0.0.0/8,127.0.0.1", "192.0.2.7")]
+)
+def test_proxies_are_believed_if_they_are_named(
+    trusted: str | None, client: str, monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("FORWARDED_ALLOW_IPS", raising=False)
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
+    told = {"X-Forwarded-For": "198.51.100.1, 192.0.2.7, 10.0.0.3"}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse(scope["client"][0])(scope, receive, send)
+
+    with upstream.served(app, limits=LIMITS) as url:
+        assert httpx2.get(url, headers=told, trust_env=False).text == client
+    with (
+        edge.serving() as running,
+        connect(running.url, additional_headers=told, proxy=None) as line,
+    ):
+        line.send(HELLO)
+        line.recv(ANSWER_SECONDS)
+        (session,) = running.verifier._sessions
+        assert session.place.client == client
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+@only("verify-server")
+def test_an_edge_with_many_ids_does_not_stop_the_others(server: Server) -> None:
+    with attacked(server, *EDGE_ATTACKS["texts of many ids"]):
+        for _ in range(WORKS):
+            server.work()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")

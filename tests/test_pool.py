@@ -19,7 +19,7 @@ def test_the_oldest_idle_place_goes_first() -> None:
     old = held(pool, "a", gone, "old")
     held(pool, "a", gone, "works", rank=None)
     held(pool, "a", gone, "new")
-    pool.idle(old)  # it has worked in between
+    pool.file(old, 0)  # it has worked in between
     # Its own client's share is full.
     held(pool, "a", gone, "newest")
     assert gone == ["new"]
@@ -28,7 +28,7 @@ def test_the_oldest_idle_place_goes_first() -> None:
     held(pool, "b", gone, "other 2")
     assert gone == ["new", "old"]
     # Lower ranks go first, whoever has them.
-    pool.idle(held(pool, "c", gone, "ended", rank=None), -1)
+    pool.file(held(pool, "c", gone, "ended", rank=None), -1)
     assert gone == ["new", "old", "newest"]
     held(pool, "b", gone, "other 3")
     assert gone == ["new", "old", "newest", "ended"]
@@ -69,9 +69,9 @@ def test_sizes_are_right_whatever_happens() -> None:
             case 0:
                 pool.leave(place)
             case 1:
-                pool.busy(place)
+                pool.file(place, None)
             case 2:
-                pool.idle(place, rng.randrange(3))
+                pool.file(place, rng.randrange(3))
             case _:
                 pool.take(place, rng.randrange(4))
         places = places[-50:]

@@ -256,6 +256,8 @@ def test_a_switch_lets_answers_end_where_they_began(tmp_path: Path) -> None:
         running.start()
         until(lambda: bool(old.asked))
         assert client.post("/admin/upstream", json={"url": second}).status_code == 401
+        for proxied in ({"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}):
+            assert client.get("/admin/upstream", headers=ADMIN | proxied).status_code == 404
         for wrong in ("ftp://x/y", "http://[", "http://x:99999", "http://me:secret@x"):
             bad = client.post("/admin/upstream", headers=ADMIN, json={"url": wrong})
             assert (bad.status_code, "http://HOST:PORT" in bad.text) == (400, True)

@@ -20,7 +20,7 @@ from statistics import median
 
 from benchmarks.common import describe_machine
 from draftsmith.cli.command import write_json
-from tests.attacks import ATTACKS, FRAMES, LIMITS, MINE, SERVERS, UPGRADED, Server, attacked, head
+from tests.attacks import ATTACKS, EDGE_ATTACKS, LIMITS, MINE, SERVERS, Server, attacked, head
 from tests.markdown import table
 from train.base.console import quieten
 
@@ -34,7 +34,7 @@ def attacks_of(server: Server, name: str) -> dict[str, tuple[str, str]]:
     if server.stream is not None:
         found["streams without an end"] = head("GET", server.stream, *MINE, "Connection: close"), ""
     if name == "verify-server":
-        found |= {frame: (UPGRADED, 1000 * text) for frame, text in FRAMES.items()}
+        found |= EDGE_ATTACKS
     return found
 
 

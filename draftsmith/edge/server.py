@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from uvicorn.middleware.proxy_headers import _TrustedHosts
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import DATA_OPCODES
@@ -22,7 +23,7 @@ from draftsmith.net.access import LOCAL, Guard, Paths
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
 from draftsmith.net.limits import ServerLimits
-from draftsmith.net.pool import client_of
+from draftsmith.net.pool import client_of, trusted_proxies
 
 # Edges connect to `/`. Everything else asks for the key too.
 PATHS = Paths({HEALTH: "it says that the server runs, and nothing else"})
@@ -113,7 +114,7 @@ class LinkedEdge:
     """A connection, for the verifying thread."""
 
     def __init__(self, socket: ServerConnection) -> None:
-        self.client = client_of(socket.remote_address[0])
+        self.client = client_of(_caller(socket))
         self.socket, self._loop = socket, asyncio.get_running_loop()
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -233,6 +234,15 @@ class VerifyServer:
         finally:
             self.verifier.put(line, None)
             writing.cancel()
+
+
+def _caller(socket: ServerConnection) -> str:
+    """The address of an edge, by the words of the proxies that are believed, as of uvicorn."""
+    address, hosts = socket.remote_address[0], _TrustedHosts(trusted_proxies())
+    fields = socket.request.headers.get_all("X-Forwarded-For") if socket.request else []
+    if address not in hosts:
+        return str(address)
+    return hosts.get_trusted_client_address(", ".join(fields))[0] or str(address)
 
 
 def _json(connection: ServerConnection, status: int, body: dict[str, Any]) -> Response:

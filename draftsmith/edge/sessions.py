@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,9 +31,10 @@ class SessionBounds(BatchBounds):
     """What a server holds at most.
 
     max_rows: texts whose keys and values are kept. max_sessions: sessions. max_client_sessions:
-    those of one client. max_texts: texts of a session. max_gamma: tokens of a draft. kv_seconds:
-    how long the keys and values of a text without drafts are kept. session_seconds: how long a
-    session without a connection is kept.
+    those of one client. max_texts: texts of a session. max_ids, max_client_ids: token ids of all
+    texts, of 4 bytes, and of those of one client. max_gamma: tokens of a draft. kv_seconds: how
+    long the keys and values of a text without drafts are kept. session_seconds: how long a session
+    without a connection is kept.
 
     Raises UserError for a bound that is not positive.
     """
@@ -40,6 +42,8 @@ class SessionBounds(BatchBounds):
     max_sessions: int = 256
     max_client_sessions: int = 64
     max_texts: int = 16
+    max_ids: int = 16 << 20
+    max_client_ids: int = 4 << 20
     max_gamma: int = 16
     kv_seconds: float = 60.0
     session_seconds: float = 600.0
@@ -54,17 +58,19 @@ class SessionBounds(BatchBounds):
 class EdgeText:
     """A text of an edge.
 
-    ids: the committed token ids, the prompt included. length: how many the prompt has; fewer ids
-    have not all arrived. end: the largest length. row: its row in the decode, None without keys and
-    values. hash: the hash of the ids. seq: the number of the last draft that was answered. verdict:
-    the frame of that answer. draft: the tokens of the draft that waits for a pass, and its number.
-    arrived, read, used: moments of `time.monotonic`: of the draft, when the text was in its row, of
-    the last use. prefill_s: seconds of reading the text for the next verdict.
+    place: in the pool of all token ids. ids: the committed token ids, the prompt included. length:
+    how many the prompt has; fewer ids have not all arrived. end: the largest length. row: its row
+    in the decode, None without keys and values. hash: the hash of the ids. seq: the number of the
+    last draft that was answered. verdict: the frame of that answer. draft: the tokens of the draft
+    that waits for a pass, and its number. arrived, read, used: moments of `time.monotonic`: of the
+    draft, when the text was in its row, of the last use. prefill_s: seconds of reading the text for
+    the next verdict.
     """
 
     session: "Session"
     req: int
-    ids: list[int]
+    place: Place
+    ids: "array[int]"
     length: int
     end: int
     settings: RowSettings
@@ -81,8 +87,11 @@ class EdgeText:
     prefill_s: float = 0.0
 
     @classmethod
-    def of(cls, session: "Session", message: Message) -> "EdgeText":
-        """The text of an `open`. Raises ProtocolError for sampling that is out of range."""
+    def of(
+        cls, session: "Session", message: Message, dropped: Callable[["EdgeText"], None]
+    ) -> "EdgeText":
+        """The text of an `open`, as yet without ids. Raises ProtocolError for sampling that is out
+        of range, and for more ids than it has."""
         given = dict(zip(SAMPLING, message["sampling"], strict=True))
         try:
             sampling = Sampling(**given | {"top_k": int(given["top_k"])})
@@ -91,14 +100,15 @@ class EdgeText:
         text = cls(
             session,
             message["req"],
-            [],
+            Place(session.place.client, lambda: dropped(text)),
+            array("i"),
             message["length"],
             message["length"] + message["max_tokens"],
             RowSettings(sampling, message["seed"]),
             message["row"],
             message["seq"],
         )
-        text.add(message["ids"])
+        text.require_fit(message["ids"])
         return text
 
     @property
@@ -106,19 +116,18 @@ class EdgeText:
         """Whether the prompt has arrived."""
         return len(self.ids) >= self.length
 
-    def add(self, ids: list[int]) -> None:
-        """More ids of the prompt. Raises ProtocolError if they are more than it has."""
+    def require_fit(self, ids: list[int]) -> None:
+        """Raise ProtocolError for more ids than the prompt lacks."""
         if len(self.ids) + len(ids) > self.length:
             raise ProtocolError(
                 "limit",
                 f"{len(self.ids) + len(ids)} ids of a prompt of {self.length} arrived",
                 req=self.req,
             )
-        self.commit(ids)
 
     def commit(self, ids: list[int]) -> None:
         """Append token ids."""
-        self.ids += ids
+        self.ids.extend(ids)
         self.hash = hash_ids(ids, self.hash)
 
     def take(self, message: Message, max_gamma: int, arrived: float) -> bytes | None:
@@ -199,6 +208,7 @@ class Sessions:
 
     def __init__(self, bounds: SessionBounds, drop: Callable[[Session], None]) -> None:
         self._pool = Pool(bounds.max_sessions, bounds.max_client_sessions)
+        self._ids = Pool(bounds.max_ids, bounds.max_client_ids)
         self._drop = drop
         self._by_token: dict[str, Session] = {}
         self._by_connection: dict[Connection, Session] = {}
@@ -248,11 +258,31 @@ class Sessions:
 
     def used(self, session: Session) -> None:
         """Something has happened to a session."""
-        rank = session.idle_rank
-        if rank is None:
-            self._pool.busy(session.place)
-        else:
-            self._pool.idle(session.place, rank)
+        self._pool.file(session.place, session.idle_rank)
+        rank = int(session.connection is not None)
+        for text in session.texts.values():
+            self._ids.file(text.place, rank if text.draft is None else None)
+
+    def commit(self, text: EdgeText, ids: list[int]) -> None:
+        """Append token ids to a text. Those of the oldest idle texts make room. Raises
+        ProtocolError if there is none."""
+        self._ids.file(text.place, None)
+        if not self._ids.take(text.place, len(ids)):
+            raise ProtocolError(
+                "limit",
+                f"no room for {len(ids)} more ids: one client may have {self._ids.each}, all "
+                f"{self._ids.in_all}",
+                req=text.req,
+            )
+        text.commit(ids)
+
+    def forget(self, text: EdgeText) -> None:
+        """A text has ended. Its memory is free at once, also if something still knows it."""
+        self._ids.leave(text.place)
+        del text.ids[:]
+        if text.session.texts.get(text.req) is text:
+            del text.session.texts[text.req]
+        self.used(text.session)
 
     def lose(self, connection: Connection) -> None:
         """The line of a session is broken."""

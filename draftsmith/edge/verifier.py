@@ -139,8 +139,8 @@ class Verifier(Batcher[EdgeText]):
             self._open(session, message)
         elif kind == "ids":
             text = session.text(message)
-            text.add(message["ids"])
-            self._seat(text)
+            text.require_fit(message["ids"])
+            self._add(text, message["ids"])
         elif kind == "draft":
             text = session.text(message)
             if max(message["ids"], default=0) >= self.decoder.vocab_size:
@@ -155,13 +155,13 @@ class Verifier(Batcher[EdgeText]):
             if stored is not None:
                 session.send(stored)
         elif kind == "cancel" and message["req"] in session.texts:
-            self._leave(session.texts.pop(message["req"]))
+            self._drop(session.texts[message["req"]])
         self._sessions.used(session)
 
     def _end(self, session: Session) -> None:
         """End a session, its texts and its line."""
-        for text in session.texts.values():
-            self._leave(text)
+        for text in list(session.texts.values()):
+            self._drop(text)
         connection = session.connection
         self._sessions.end(session)
         if connection is not None:
@@ -199,7 +199,7 @@ class Verifier(Batcher[EdgeText]):
     def _open(self, session: Session, message: Message) -> None:
         req, length = message["req"], message["length"]
         if req in session.texts:  # again, after the line was broken
-            self._leave(session.texts.pop(req))
+            self._drop(session.texts[req])
         if len(session.texts) >= self.bounds.max_texts:
             found = len(session.texts)
             raise ProtocolError("limit", f"the session has {found} texts; cancel some", req=req)
@@ -211,15 +211,32 @@ class Verifier(Batcher[EdgeText]):
             )
         if not message["max_tokens"]:
             raise ProtocolError("refused", "max_tokens is 0; expected at least 1", req=req)
-        text = session.texts[req] = EdgeText.of(session, message)
+        session.texts[req] = EdgeText.of(session, message, self._drop)
+        self._add(session.texts[req], message["ids"])
+
+    def _add(self, text: EdgeText, ids: list[int]) -> None:
+        """More ids of a prompt. A text that they have no room for ends."""
+        try:
+            self._sessions.commit(text, ids)
+        except ProtocolError:
+            self._drop(text)
+            raise
         self._seat(text)
+
+    def _drop(self, text: EdgeText) -> None:
+        """End a text, also if its edge does not know. If it asks, it hears that it is unknown, and
+        opens it again."""
+        self._leave(text)
+        text.draft = None
+        self._sessions.forget(text)
 
     def _seat(self, text: EdgeText) -> None:
         """Give a row to a text that has arrived, if one is free: the edge drafts while it is
         read."""
         waits = text.complete and text.row is None and not text.ended
         if waits and len(self._rows) < self.bounds.max_rows:
-            self._begin([text], text.ids, text.end - len(text.ids), [text.row_id], text.settings)
+            left = text.end - len(text.ids)
+            self._begin([text], text.ids.tolist(), left, [text.row_id], text.settings)
 
     def _window(self) -> int:
         """How long drafts may be. 0 under load: verdicts of drafts come later than tokens."""
@@ -309,7 +326,6 @@ class Verifier(Batcher[EdgeText]):
             self._refuse(text, "failed", f"the server failed at the text: {error}")
 
     def _fail(self, text: EdgeText, error: Exception) -> None:
-        self._leave(text)
         if isinstance(error, UserError):
             self._refuse(text, "refused", str(error))
         else:
@@ -319,9 +335,7 @@ class Verifier(Batcher[EdgeText]):
     def _refuse(self, text: EdgeText, code: str, message: str) -> None:
         """End a text, and say why."""
         connection = text.session.connection
-        text.session.texts.pop(text.req, None)
-        text.draft = None
-        self._sessions.used(text.session)
+        self._drop(text)
         if connection is not None:
             _send_error(connection, ProtocolError(code, message, req=text.req))
 
@@ -330,12 +344,15 @@ class Verifier(Batcher[EdgeText]):
     ) -> None:
         """Commit what a pass of these seconds gave to a text, and send the verdict."""
         if row in news.failed:
-            self._leave(text)
             self._refuse(text, "failed", str(news.failed[row]))
             return
         tokens = news.tokens.get(row, [])
         accepted = min(accepted, len(tokens))
-        text.commit(tokens)
+        try:
+            self._sessions.commit(text, tokens)
+        except ProtocolError as error:
+            self._refuse(text, error.code, str(error))
+            return
         text.seq += 1
         text.ended = row in news.ended
         queued = max(started - max(text.arrived, text.read), 0.0)

@@ -48,7 +48,7 @@ class Held:
             raise too_long
         limits, loop = self._memory.limits, asyncio.get_running_loop()
         begun, allowed, body, more = loop.time(), limits.body_seconds, bytearray(), True
-        self._memory.pool.idle(self._place)
+        self._memory.pool.file(self._place, 0)
         try:
             async with asyncio.timeout(limits.body_seconds) as self._limit:
                 while more:
@@ -71,7 +71,7 @@ class Held:
             raise ApiError(408, f"{late}; send it faster, or in parts") from None
         finally:
             self._limit = None
-        self._memory.pool.busy(self._place)
+        self._memory.pool.file(self._place, None)
         return bytes(body)
 
     def _drop(self) -> None:

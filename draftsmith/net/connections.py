@@ -147,10 +147,8 @@ class Watched(asyncio.Protocol):
         """Tell the pool whether the connection waits. A client that reads slowly is no such one,
         and one that has stopped reading goes after all others."""
         reads = self._wait is None or (self._wait.step == UNREAD and not self._stuck)
-        if (reads or self._is_new) and not self.spare:
-            self._pool.busy(self._place)
-        else:
-            self._pool.idle(self._place, min(self._stuck, 1))
+        works = (reads or self._is_new) and not self.spare
+        self._pool.file(self._place, None if works else min(self._stuck, 1))
 
     def _age(self) -> None:
         self._is_new = False

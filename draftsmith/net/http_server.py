@@ -16,6 +16,7 @@ from draftsmith.net.api_error import ApiError
 from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
 from draftsmith.net.few_lines import server_logger
 from draftsmith.net.limits import ServerLimits
+from draftsmith.net.pool import trusted_proxies
 
 # Of connections. A request that cannot be read is answered with 400, and no line: a client could
 # fill the log. A filter stays when uvicorn sets up its loggers; a level does not.
@@ -52,6 +53,7 @@ class HttpServer(uvicorn.Server):
             lifespan=lifespan,
             log_level="warning",
             server_header=False,
+            proxy_headers=bool(trusted_proxies()),
             timeout_graceful_shutdown=closing_seconds,
             **settings,
         )

@@ -1,6 +1,7 @@
 """What clients hold of a server, bounded for each client and in all."""
 
 import ipaddress
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,16 @@ def client_of(address: str) -> str:
                 return str(found.ipv4_mapped)
             return str(ipaddress.ip_network((int(found), 64), strict=False))
     return address
+
+
+# Environment variable with the proxies whose `X-Forwarded-For` is believed, as of uvicorn. Nobody
+# is believed by default: behind a tunnel that passes headers on, a client could be any address.
+TRUSTED_PROXIES = "FORWARDED_ALLOW_IPS"
+
+
+def trusted_proxies() -> str:
+    """Their addresses and networks, with commas; "": none."""
+    return os.environ.get(TRUSTED_PROXIES, "").strip()
 
 
 @dataclass(eq=False)
@@ -76,20 +87,22 @@ class Pool:
         self.size += size
         place.size += size
         if place.rank is None or place not in client.idle.get(place.rank, ()):
-            self._file(place, place.rank)
+            self.file(place, place.rank)
         return True
 
     def fits(self, client: str, size: int) -> bool:
         """Whether there is room for more of a client without another one's leaving."""
         return self.size + size <= self.in_all and self._of(client) + size <= self.each
 
-    def idle(self, place: Place, rank: int = 0) -> None:
-        """A place waits for its client from now on."""
-        self._file(place, rank)
-
-    def busy(self, place: Place) -> None:
-        """A place works for its client from now on."""
-        self._file(place, None)
+    def file(self, place: Place, rank: int | None) -> None:
+        """A place has this rank from now on. If it is idle, it is so for the shortest time."""
+        if place.size:
+            idle = self._clients[place.client].idle
+            if place.rank in idle:
+                idle[place.rank].pop(place, None)
+            if rank is not None:
+                idle.setdefault(rank, OrderedDict())[place] = None
+        place.rank = rank
 
     def leave(self, place: Place) -> None:
         """A place holds nothing any more."""
@@ -107,15 +120,6 @@ class Pool:
 
     def _of(self, client: str) -> int:
         return self._clients[client].size if client in self._clients else 0
-
-    def _file(self, place: Place, rank: int | None) -> None:
-        if place.size:
-            idle = self._clients[place.client].idle
-            if place.rank in idle:
-                idle[place.rank].pop(place, None)
-            if rank is not None:
-                idle.setdefault(rank, OrderedDict())[place] = None
-        place.rank = rank
 
     def _oldest(self, client: str, size: int) -> Place | None:
         """The place that makes room for more of this client."""

@@ -51,6 +51,8 @@ HOP = frozenset(
 )
 # Our server has answered `expect`, and the client's request writes the host of the engine.
 OURS = frozenset((b"host", b"expect"))
+# What proxies add. A caller behind one is another machine's, whatever its address is.
+PROXIED = {b"x-forwarded-for", b"forwarded", b"via"}
 
 log = server_logger("draftsmith.record")
 Headers = list[tuple[bytes, bytes]]
@@ -247,7 +249,8 @@ class RecordingProxy:
     def _require_here(self, scope: Scope) -> None:
         """Raise ApiError for a caller that may not switch."""
         address = ip_address(scope["client"][0]) if scope.get("client") else None
-        if self.guard.admin_key is None or address is None or not address.is_loopback:
+        told = {name for name, _ in scope["headers"]} & PROXIED
+        if self.guard.admin_key is None or told or address is None or not address.is_loopback:
             raise ApiError(404, f"{ADMIN} is off, or is open only to this machine")
         if scope["method"] not in ("GET", "POST"):
             raise ApiError(405, f"{ADMIN} takes GET and POST")
