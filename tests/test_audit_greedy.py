@@ -220,17 +220,34 @@ def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> 
                     draftsmith.audit(url, TARGET, prompts, options)
 
 
-def test_one_odd_log_probability_does_not_tell_of_other_weights() -> None:
+@pytest.mark.parametrize("count", [2, 5, 40])
+@pytest.mark.parametrize("place", [0, 7])
+def test_one_odd_log_probability_does_not_tell_of_other_weights(count: int, place: int) -> None:
     texts = []
-    for text in texts_of(rounded, 0):
+    for text in texts_of(rounded, 0, texts=count):
         log_p = text.log_p.tolist()
         if not text.text.number:
-            log_p[0] = -9999.0  # as vLLM writes what JSON cannot
+            log_p[place] = -9999.0  # as vLLM writes what JSON cannot
         told = EngineText(**vars(text.text) | {"log_p": log_p})
         texts.append(JudgedText(**vars(text) | {"text": told}))
     verdicts = {x.name: x.verdict for x in greedy_findings(texts, 1e-3)}
     assert verdicts.pop("log-probabilities") is Judgement.WRONG
     assert set(verdicts.values()) == {Judgement.EQUAL}
+    # Nor does it let other tokens be further off.
+    assert rounding_scale(texts) == 1.0
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_one_odd_first_token_does_not_tell_of_other_weights(count: int) -> None:
+    texts = texts_of(rounded, 0, texts=count)
+    texts[0].gap[0] = 5.0
+    verdicts = {x.name: x.verdict for x in greedy_findings(texts, 1e-3)}
+    assert verdicts == dict.fromkeys(("weights", "rounding"), Judgement.EQUAL) | {
+        "tokens": Judgement.WRONG
+    }
+    for text in texts:
+        text.gap[0] = 5.0
+    assert [x.name for x in greedy_findings(texts, 1e-3)] == ["weights"]
 
 
 @pytest.mark.parametrize("odd", [{"text": "a"}, {"token_ids": ["a"]}, "x"], ids=str)

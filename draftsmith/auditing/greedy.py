@@ -9,6 +9,7 @@ first tokens show whether the server has the target's weights, and the others wh
 
 import math
 from collections.abc import Sequence
+from statistics import median_low
 
 import numpy as np
 from scipy.stats import chi2
@@ -52,13 +53,13 @@ def greedy_findings(
 
 def _weights(texts: Sequence[JudgedText]) -> Finding:
     first_off = [abs(text.log_p[0] - text.text.log_p[0]) for text in texts if text.text.log_p]
-    strange = float(np.mean([text.gap[0] > STRANGE for text in texts]))
-    detail = f"{strange:.0%} of {len(texts)} first tokens are far from the target's likeliest"
-    # Without the largest one: what a single answer says is about that answer.
-    others = sorted(first_off)[:-1] or first_off
-    off = float(np.mean(others)) if others else 0.0
+    far = sorted(bool(text.gap[0] > STRANGE) for text in texts)
+    detail = f"{sum(far)} of {len(far)} first tokens are far from the target's likeliest"
+    # What a single answer says is about that answer: it is no share, and moves no median.
+    strange = float(np.mean(far[:-1] or far))
+    off = median_low(first_off) if first_off else 0.0
     if first_off:
-        detail += f"; log-probabilities of {len(others)} are {off:.4f} nats off in the mean"
+        detail += f"; the median of their log-probabilities is {off:.4f} nats off"
     else:
         detail += "; the server gives no log-probabilities"
     if strange <= MOST_STRANGE and off <= MOST_OFF:

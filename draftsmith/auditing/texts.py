@@ -201,7 +201,8 @@ class TextJudge:
 
 def rounding_scale(texts: Sequence[JudgedText]) -> float:
     """How much larger the engine's rounding is than its dtype says, by the log-probabilities that
-    it gives; 1 without them, and where it is not.
+    it gives; 1 without them, and where it is not. An answer that is far off costs itself: it is the
+    median of the answers, weighted by how much each can tell.
 
     An error n of each logit moves log p(x) by n_x − Σ p·n, so its variance by that of one logit
     times 1 − 2·p(x) + Σ p². A difference of two logits has twice the variance of one."""
@@ -211,9 +212,12 @@ def rounding_scale(texts: Sequence[JudgedText]) -> float:
     off = [np.array(x.text.log_p)[: len(x.log_p)] - x.log_p for x in given]
     due = [1 - 2 * np.exp(x.log_p) + x.again for x in given]
     units = [DEVIATION * x.rounding for x in given]
-    moved = sum(float((one**2 / unit**2).sum()) for one, unit in zip(off, units, strict=True))
-    scale = math.sqrt(2 * moved / max(float(sum(x.sum() for x in due)), 1e-9))
-    return min(max(scale, 1.0), MOST_SCALE)
+    moved = [((one / unit) ** 2).sum() for one, unit in zip(off, units, strict=True)]
+    weight = np.array([x.sum() for x in due]).clip(min=1e-9)
+    square = np.array(moved) / weight
+    order = np.argsort(square)
+    middle = np.searchsorted(weight[order].cumsum(), weight.sum() / 2)
+    return min(max(math.sqrt(2 * float(square[order][middle])), 1.0), MOST_SCALE)
 
 
 def _below(logits: Tensor, rounding: Tensor) -> dict[str, Tensor]:
