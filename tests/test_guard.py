@@ -84,7 +84,9 @@ def test_an_admin_key_is_seen_wherever_it_is_sent(key: str) -> None:
         *(f"Bearer {key}", key, f'a="{key}"; b=c', f"x={key}", f"key={quoted}"),
         *(f"Basic {basic}", f"basic  {basic}", f"/v1/{quoted}/models", f"/{key}"),
         *(f"[{key}]", f"a|{key}|b", f"<{key}>", f"{{{key}}}", f"q=a+{key}", f"a?{key}#b"),
+        *(f"{key}.", f"/files/{key}.json", f"v1.{key}", f"/~{key}~", f"{key}%", f"...{key}..."),
     ):
         assert guard.shows_admin_key([b"a=b", sent.encode()]), sent
-    assert not guard.shows_admin_key([f"Bearer {key}s".encode(), f"Bearer my-{key}".encode()])
+    for other in (f"Bearer {key}s", f"Bearer my-{key}", f"{key}-2", f"{key}_2", f"1{key}"):
+        assert not guard.shows_admin_key([other.encode()])
     assert not Guard().shows_admin_key([b"", key.encode()])

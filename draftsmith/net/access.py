@@ -139,9 +139,9 @@ class Guard:
         return ApiError(415, f"the content type is {shown}; expected application/json")
 
 
-# In headers, paths, queries, and between a name and its password: all signs that a name or a number
-# has not. A key may have them too.
-_WORD_END = re.compile(rb"[^\w.~%\x80-\xff-]")
+# In headers, paths, queries, and between a name and its password: all but letters, digits, - and _,
+# with which another key may go on. A key may have these signs too.
+_WORD_END = re.compile(rb"[^\w\x80-\xff-]")
 
 # Without keys: for programs of this machine, and the server's own page.
 LOCAL = Guard()
