@@ -194,6 +194,9 @@ FAULTS: dict[str, dict[str, Change]] = {
         "layer_types is ['linear_attention'], expected full_attention or sliding": config(
             layer_types=["linear_attention"]
         ),
+        "max_position_embeddings is 96, from which its rotary positions": config(
+            max_position_embeddings=96, rope_scaling={"type": "dynamic", "factor": 2.0}
+        ),
         "rope_scaling is {'rope_type': 'linear', 'factor': 2.0, 'sections': 3}, which": config(
             rope_scaling={"rope_type": "linear", "factor": 2.0, "sections": 3}
         ),
@@ -400,13 +403,13 @@ def test_a_key_may_be_ignored_by_name(tmp_path: Path, seven: Target) -> None:
     """What transformers 4 writes is not refused, and what nobody knows only if nobody says so."""
     made = LAYOUTS["safeailab_eagle3"](seven)
     made.config |= {"use_cache": True, "top_k": 50, "id2label": {"0": "LABEL_0"}, "extra": None}
-    made.config |= {"logo": "x", "eagle_config": {"author": "y"}}
+    made.config |= {"logo": "x", "eagle_config": {"author": "y", "temperature": 2.0}}
     source = str(made.save(tmp_path / "published"))
     with pytest.raises(
-        UserError, match=r"(?s)--ignore-keys eagle_config.author.*--ignore-keys logo"
+        UserError, match=r"(?s)--ignore-keys eagle_config.author.*\.temperature.*--ignore-keys logo"
     ):
         import_drafter(source, seven, tmp_path / "out")
-    options = ImportOptions(ignore_keys="logo, eagle_config.author")
+    options = ImportOptions(ignore_keys="logo, eagle_config.author, eagle_config.temperature")
     imported = import_drafter(source, seven, tmp_path / "out", options)
     assert "its config has logo, which was not read (--ignore-keys)" in imported.notes
 
@@ -435,14 +438,16 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     # Words of a model's code need not be keys that it reads.
     settings |= {"use_qk_norm": True, "rope_theta": 1e4, "scaling": 2.0}
     settings["rope_parameters"] |= {"residual_scale": 2}
-    settings["rope_scaling"] = settings["rope_parameters"] | {"norm": 2}
+    # Nor is what it reads, or what is harmless, at the top of a config known in an object.
+    settings["rope_scaling"] = settings["rope_parameters"] | {"hidden_size": 7, "temperature": 2}
     (source / "config.json").write_text(json.dumps(settings), "utf-8")
     (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", "utf-8")
     imported = import_drafter(str(source), seven, tmp_path / "out")
     assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
     assert imported.notes == [
-        "its config has rope_parameters.residual_scale, rope_scaling.norm, "
-        "rope_scaling.residual_scale, scaling, use_qk_norm, which transformers does not read",
+        "its config has rope_parameters.residual_scale, rope_scaling.hidden_size, "
+        "rope_scaling.residual_scale, rope_scaling.temperature, scaling, use_qk_norm, which "
+        "transformers does not read",
         "its config names code (auto_map), which was neither read nor run",
     ]
     export_drafter(tmp_path / "out", "hf", tmp_path / "export")

@@ -21,7 +21,7 @@ from decode.model.loading import Target
 from draftsmith.export.file_schema import extra_key_problems, is_bool, is_count, key_problems
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
 from draftsmith.export.formats.layer_format import LayerFormat
-from draftsmith.export.formats.published_keys import Keys
+from draftsmith.export.formats.published_keys import HARMLESS, Keys
 from draftsmith.export.formats.published_layer import (
     LAYER_IDS,
     LAYER_KEYS,
@@ -227,7 +227,7 @@ def speculators_keys(*others: str) -> Keys:
             *(*NAMING, ROWS, *ALL_SWITCHES, "target_hidden_size", *others),
             "tie_word_embeddings",
         ),
-        LAYER_CONFIG: LAYER_KEYS,
+        LAYER_CONFIG: (*LAYER_KEYS, *HARMLESS),
         SPECULATORS: ("algorithm", "proposal_methods", "default_proposal_method", "verifier"),
         f"{SPECULATORS}.proposal_methods": (
             *("proposal_type", "speculative_tokens", "verifier_accept_k", "accept_tolerance"),

@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 Keys = Mapping[str, Collection[str]]
 
 # About the file, the training, the tokens and the generation of a model: they change nothing in
-# what its layers compute. Most are of transformers 4, which writes them into every config.
+# what its layers compute. Most are of transformers 4, which writes them into every config. In an
+# object of a config, such as `eagle_config` or rotary settings, the same word may mean anything.
 _HARMLESS = """
     _name_or_path _attn_implementation _attn_implementation_autoset attn_implementation
     architectures auto_map base_model_name_or_path dtype model_name model_type name_or_path
@@ -43,7 +44,9 @@ _ROTARY = """
 """
 ROTARY_KEYS = frozenset(_ROTARY.split())
 _ROTATIONS = ("rope_parameters", "rope_scaling")
-# How code reads a key of a config. Any other word in it, such as `scaling`, is no key.
+# How code reads a key of a config. Any other word in it, such as `scaling`, is no key. Rotary
+# settings are read from an object of that name, and not as the config's own keys are.
+_READS_ROTARY = re.compile(r"\brope_\w+(?:\[\w+\])?(?:\[|\.get\()[\"'](\w+)[\"']")
 _READS = re.compile(
     r"config\.(\w+)"
     r"|\b(?:getattr|hasattr|pop|get|setdefault)\(\s*(?:[\w.]+,\s*)?[\"'](\w+)[\"']"
@@ -51,23 +54,23 @@ _READS = re.compile(
 
 
 def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> list[str]:
-    """Return the keys of a config that are neither known nor harmless, sorted; those of an object
-    in it, or in a list in it, as `object.key`. Keys with null or something empty say nothing, and
-    are left out. An object for which `known` has no keys is not looked into.
+    """Return the keys of a config that are not known, nor harmless at its top, sorted; those of an
+    object in it, or in a list in it, as `object.key`. Keys with null or something empty say
+    nothing, and are left out. An object for which `known` has no keys is not looked into.
 
     >>> unknown_keys({"scale": 2, "norm": None, "eagle_config": {"x": 1}}, {"": ["eagle_config"]})
     ['scale']
-    >>> unknown_keys({"a": {"x": 1, "dtype": 2}}, {"": ["a"], "a": ["y"]})
-    ['a.x']
+    >>> unknown_keys({"dtype": 1, "a": {"y": 1, "dtype": 2}}, {"": ["a"], "a": ["y"]})
+    ['a.dtype']
     >>> unknown_keys({"a": [{"x": 1}, [{"y": 2, "z": 3}]]}, {"": ["a"], "a": ["y"]})
     ['a.x', 'a.z']
     """
-    unknown = set()
+    unknown, here = set(), {*known[place], *(() if place else HARMLESS)}
     for key, value in config.items():
         path = f"{place}.{key}" if place else key
-        if key in HARMLESS or value is None or value in ("", [], {}):
+        if value is None or value in ("", [], {}):
             continue
-        if key not in known[place]:
+        if key not in here:
             unknown.add(path)
         elif path in known:
             for inner in _objects(value):
@@ -101,7 +104,12 @@ def unread_by_transformers(config: Mapping[str, Any]) -> list[str]:
     files = [*folder.glob("*.py"), *folder.parent.parent.glob("modeling_rope_utils.py")]
     code = "".join(file.read_text(encoding="utf-8") for file in files)
     read = {key for keys in _READS.findall(code) for key in keys if key}
-    return [path for path in unknown if path.rpartition(".")[2] not in read]
+    rotary = {*_READS_ROTARY.findall(code)}
+    return [
+        path
+        for path in unknown
+        if path.rpartition(".")[2] not in (rotary if {*path.split(".")} & {*_ROTATIONS} else read)
+    ]
 
 
 def _class_of(
@@ -117,7 +125,7 @@ def _keys_of(
 ) -> dict[str, Collection[str]]:
     if made is None or not hasattr(made, "sub_configs"):
         return {place: ()}
-    listed = {*made().to_dict(), *made.attribute_map}
+    listed = {*made().to_dict(), *made.attribute_map, *HARMLESS}
     if listed & {*_ROTATIONS}:  # either is read, and looked into below
         listed |= {*_ROTATIONS}
     keys: dict[str, Collection[str]] = {place: listed}

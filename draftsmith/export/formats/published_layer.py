@@ -180,15 +180,21 @@ def sound_settings(
     rope, problems = _rotation(contents)
     if problems:
         return None, problems
+    # Some rotary settings that are left out follow from it.
+    longest = contents.get("max_position_embeddings") or usual.max_position_embeddings
     with explained(f"config.json: its layer cannot have the rotary settings {rope}"):
         llama = LlamaConfig(
             hidden_size=hidden,
             num_attention_heads=heads,
-            # Some rotary settings that are left out follow from it.
-            max_position_embeddings=contents.get("max_position_embeddings")
-            or usual.max_position_embeddings,
+            max_position_embeddings=longest,
             rope_parameters=rope,
         )
+    if longest != usual.max_position_embeddings and _follows_length(llama.rope_parameters):
+        return None, [
+            f"config.json: max_position_embeddings is {longest}, from which its rotary positions "
+            f"({rope}) follow; expected the target's, {usual.max_position_embeddings}, as all "
+            "drafters here have it"
+        ]
     settings = LayerSettings(
         intermediate_size=contents["intermediate_size"],
         num_attention_heads=heads,
@@ -263,6 +269,12 @@ def _is_rotation(settings: Any) -> bool:
     return (
         known and named and all(isinstance(x, (int, float, list, bool, type(None))) for x in others)
     )
+
+
+def _follows_length(rope: Mapping[str, Any]) -> bool:
+    """Whether such rotary positions follow from the longest text that the config names."""
+    kind = rope.get("rope_type")
+    return kind == "dynamic" or (kind in ("yarn", "longrope") and not rope.get("factor"))
 
 
 def head_problems(
