@@ -67,6 +67,11 @@ def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Pat
         ("$env:HOME\\x\\y.json", "y.json"),
         ("~j.smith-2/x, ~-/y", "x, y"),
         ("file://localhost/home/me/x", "x"),
+        ("see /data/alice,bob/c/x", "see x"),
+        ("see /data/a b,c/x; ../a=b/c:d/e;f/it's/[me] {old}/x", "see x; x"),
+        ("x=/a/b,y=/c/d;/e/f:/g/h,['/i/j','/k/l'] {z: /m/n}", "x=b,y=d;f:h,['j','l'] {z: n}"),
+        ("C:\\runs\\lr=0.1,me\\x, runs/lr=0.1/me/x", "x, x"),
+        ("org/name,org/other and org/name=3", "org/name,org/other and org/name=3"),
         ("for $5/day and 5% of w/o", "for $5/day and 5% of w/o"),
     ],
 )

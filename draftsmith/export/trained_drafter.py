@@ -227,16 +227,27 @@ def public_name(name: str) -> str:
     return name if target_hub_id(name) else Path(name).name
 
 
-# A directory, in which blanks may be; and one without blanks.
-_PART = r"(?:[^\s,=:;\[\]{}\"'/\\](?:[^,=:;\[\]{}\"'/\\\n]*[^\s,=:;\[\]{}\"'/\\])?[/\\])"
-_BARE = r"(?:[^\s,=:;()\[\]{}\"'/\\]+[/\\])"
+# Signs that end a path in a text. A directory may have them too: before more of its name, and
+# brackets in pairs.
+_ENDS = r",=:;\[\]{}\"'"
+_MORE = rf"(?=[^\s{_ENDS}/\\])"
+_GROUP = r"\[[^\[\]/\\\n]*\]|{[^{}/\\\n]*}"
+_SIGN = rf"(?:{_GROUP}|(?!{_GROUP})[{_ENDS}]{_MORE})"
+# A directory, in which blanks may be; and one without blanks, at the begin of a path and in it. A
+# comma there may be between two names of a hub.
+_PART = (
+    rf"(?:(?:[^\s{_ENDS}/\\]|{_SIGN})(?:(?:[^{_ENDS}/\\\n]|{_SIGN})*(?:[^\s{_ENDS}/\\]|{_SIGN}))?"
+    r"[/\\])"
+)
+_BARE = rf"(?:[^\s(){_ENDS}/\\]+[/\\])"
+_INNER = rf"(?:(?:[^\s(){_ENDS}/\\]|(?!,){_SIGN})+[/\\])"
 # What a path may begin with: a user's directory, or a variable of a shell.
 _ROOT = r"(?:~[\w.+-]+|\$\{[^}\n]+\}|\$(?:env:)?[A-Za-z_]\w*|%\w+%)[/\\]"
 # Directories in a text: `/a/b/` of /a/b/c, `../` of ../c, also behind `=`, `[` or the like; not of
 # a URL. Without a sign where a path begins there are two or more: org/name is a hub's.
 _DIRECTORIES = re.compile(
     rf"(?<![\w./\\~])(?:{_ROOT}{_PART}*|\.{{1,2}}[/\\]{_PART}*"
-    rf"|(?:file://[^\s/]*|~|[A-Za-z]:|\\)?[/\\]{_PART}+|(?!\d+[/\\]){_BARE}{{2,}}(?=[^\s/\\]))"
+    rf"|(?:file://[^\s/]*|~|[A-Za-z]:|\\)?[/\\]{_PART}+|(?!\d+[/\\]){_BARE}{_INNER}+(?=[^\s/\\]))"
 )
 
 
