@@ -6,6 +6,7 @@ text so far: a token may follow if the text with it is the beginning of a text o
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ LONGEST = 32 * 1024
 JSON_OBJECT = {"type": "object"}  # the schema of any JSON object
 # How much of the library's message a user sees.
 SHOWN = 400
+BLANK = "▁"  # the space of SentencePiece
 
 
 class Grammar:
@@ -129,6 +131,9 @@ class Grammars:
     A special token is no part of a text: where a grammar has its name, other tokens spell it. A
     Lark grammar asks for a special token with `<[id]>`. Any other added token is its text.
 
+    Some tokenizers write a space for each ▁, also for one that bytes spell. For them a grammar that
+    names this sign is refused, because no text has it.
+
     tokenizer: one of transformers. eos_token_ids: the ids that end a text; the others are the
     arguments' names. vocab_size: rows of the target's output layer. All methods may be called from
     any thread. Raises UserError without llguidance, without EOS ids and for a tokenizer whose
@@ -158,6 +163,7 @@ class Grammars:
                 f"{type(tokenizer).__name__} is none: {error}"
             ) from error
         self._tokenizer = LLTokenizer(vocabulary, eos_token=sorted(self.ends))
+        self._loses_blank = BLANK not in tokenizer.decode(vocabulary(f"a{BLANK}a"))
 
     @classmethod
     def of(cls, target: Target) -> "Grammars":
@@ -212,6 +218,8 @@ class Grammars:
         return self._compiled("the Lark grammar", form)
 
     def _compiled(self, name: str, form: str) -> Grammar:
+        if self._loses_blank and (BLANK in form or re.search(r"\\[ux]{?0*2581", form)):
+            raise UserError(f"{name} cannot be used: the tokenizer writes a space for each {BLANK}")
         # The library lets other threads run meanwhile, and bounds its own work.
         matcher = self._library(self._tokenizer, form, log_level=0)
         if matcher.is_error():

@@ -12,7 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
@@ -463,6 +464,32 @@ def test_a_text_with_marks_is_written_with_any_tokenizer(kind: str) -> None:
     own = tokenizer.get_vocab().get("<tool_call>")
     assert (own in may_begin) == (kind == "added")
     assert first.forced()[0] in may_begin
+
+
+def test_a_sign_that_the_tokenizer_writes_as_a_space() -> None:
+    """It is refused; or written, if the tokenizer reads spaces before bytes, as Llama's does."""
+    losing, backend = sentencepiece(), copy.deepcopy(sentencepiece().backend_tokenizer)
+    order = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*order, decoders.Strip(" ", 1, 0)])
+    keeping = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    for tokenizer in (losing, keeping, tiny_tokenizer()):
+        grammars = Grammars(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
+        for make, given in (
+            (grammars.choice, ["a", "▁a"]),
+            (grammars.regex, "▁a|▁a▁"),
+            (grammars.regex, r"\u{2581}a"),
+            (grammars.json_schema, {"const": "▁a"}),
+            (grammars.lark, 'start: "▁a"'),
+        ):
+            if tokenizer is losing:
+                with pytest.raises(UserError, match="writes a space for each ▁"):
+                    make(given)
+                continue
+            matcher, ids = make(given).start(), list[int]()
+            while (token := np.unpackbits(matcher.allowed(), bitorder="little")[3:].argmax()) > 0:
+                ids.append(int(token) + 3)
+                assert matcher.advance(ids[-1])
+            assert text_of(tokenizer, ids).strip('"') in ("▁a", "a", "▁a▁"), given
 
 
 def test_a_lark_grammar_names_a_special_token() -> None:
