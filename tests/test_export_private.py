@@ -96,6 +96,11 @@ def test_what_an_engine_does_not_read_is_refused_before_anything_is_written(
     assert said.exit_code == 2
     assert "but this export is eagle1-sglang" in said.stderr
     assert not (tmp_path / "out").exists()
+    for name in ("a/b/c", "bad name/x", "", "org/" + 99 * "x"):
+        said = CliRunner().invoke(app, [*words[:4], *words[6:], "--push-to-hub", name])
+        assert said.exit_code == 2
+        assert "expected org/name" in " ".join(said.stderr.split())
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_target_of_the_hub_is_read_from_the_cache(

@@ -104,6 +104,7 @@ def export(
         planned_layout,
         push_export,
         push_target,
+        require_repositories,
         target_repository,
     )
     from draftsmith.export.formats import FORMATS
@@ -111,6 +112,7 @@ def export(
     from train.base.console import Reporter
     from train.data.read import read_examples
 
+    require_repositories(options)
     engine = _engine_options(verify, engine_dtype, engine_python, engine_options, concurrency)
     if verify is not None:  # before anything is measured
         if form is None:

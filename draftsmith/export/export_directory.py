@@ -266,6 +266,20 @@ def reload_export(directory: Path, record: dict[str, Any], target: Target) -> Dr
     return FORMATS[record["layout"]].reload(directory, target)
 
 
+def require_repositories(options: ExportOptions) -> None:
+    """Raise UserError for names of repositories that no hub takes."""
+    if options.repository is None:
+        return
+    try:
+        for name in (options.repository, target_repository(options) if options.backbone else None):
+            if name is not None:
+                huggingface_hub.utils.validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(
+            f"--push-to-hub is {options.repository!r}; expected org/name ({error})"
+        ) from None
+
+
 def push_export(directory: Path, repository: str) -> str:
     """Check an export, upload it to a model repository, and return the URL.
 
