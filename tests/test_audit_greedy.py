@@ -222,10 +222,13 @@ def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("count", [2, 5, 40])
 @pytest.mark.parametrize("place", [0, 7])
-def test_one_odd_log_probability_does_not_tell_of_other_weights(count: int, place: int) -> None:
+@pytest.mark.parametrize("others_tell", [True, False])
+def test_one_odd_log_probability_does_not_tell_of_other_weights(
+    count: int, place: int, others_tell: bool
+) -> None:
     texts = []
     for text in texts_of(rounded, 0, texts=count):
-        log_p = text.log_p.tolist()
+        log_p = text.log_p.tolist() if others_tell or not text.text.number else None
         if not text.text.number:
             log_p[place] = -9999.0  # as vLLM writes what JSON cannot
         told = EngineText(**vars(text.text) | {"log_p": log_p})

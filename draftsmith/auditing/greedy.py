@@ -52,13 +52,13 @@ def greedy_findings(
 
 
 def _weights(texts: Sequence[JudgedText]) -> Finding:
-    first_off = [abs(text.log_p[0] - text.text.log_p[0]) for text in texts if text.text.log_p]
+    told = [abs(text.log_p[0] - text.text.log_p[0]) for text in texts if text.text.log_p]
     far = sorted(bool(text.gap[0] > STRANGE) for text in texts)
     detail = f"{sum(far)} of {len(far)} first tokens are far from the target's likeliest"
     # What a single answer says is about that answer: it is no share, and moves no median.
     strange = float(np.mean(far[:-1] or far))
-    off = median_low(first_off) if first_off else 0.0
-    if first_off:
+    off = median_low(told + [0.0] * (len(texts) - len(told)))
+    if told:
         detail += f"; the median of their log-probabilities is {off:.4f} nats off"
     else:
         detail += "; the server gives no log-probabilities"

@@ -202,16 +202,16 @@ class TextJudge:
 def rounding_scale(texts: Sequence[JudgedText]) -> float:
     """How much larger the engine's rounding is than its dtype says, by the log-probabilities that
     it gives; 1 without them, and where it is not. An answer that is far off costs itself: it is the
-    median of the answers, weighted by how much each can tell.
+    median of the answers, weighted by how much each can tell, and one without them is not off.
 
     An error n of each logit moves log p(x) by n_x − Σ p·n, so its variance by that of one logit
     times 1 − 2·p(x) + Σ p². A difference of two logits has twice the variance of one."""
-    given = [text for text in texts if text.text.log_p]
-    if not given:
+    if not any(x.text.log_p for x in texts):
         return 1.0
-    off = [np.array(x.text.log_p)[: len(x.log_p)] - x.log_p for x in given]
-    due = [1 - 2 * np.exp(x.log_p) + x.again for x in given]
-    units = [DEVIATION * x.rounding for x in given]
+    told = [x.text.log_p or x.log_p for x in texts]
+    off = [np.array(one)[: len(x.log_p)] - x.log_p for one, x in zip(told, texts, strict=True)]
+    due = [1 - 2 * np.exp(x.log_p) + x.again for x in texts]
+    units = [DEVIATION * x.rounding for x in texts]
     moved = [((one / unit) ** 2).sum() for one, unit in zip(off, units, strict=True)]
     weight = np.array([x.sum() for x in due]).clip(min=1e-9)
     square = np.array(moved) / weight
