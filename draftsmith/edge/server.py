@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from uvicorn.middleware.proxy_headers import _TrustedHosts
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import DATA_OPCODES
@@ -111,10 +111,10 @@ class EdgeConnection(Watched, ServerConnection):
 
 
 class LinkedEdge:
-    """A connection, for the verifying thread."""
+    """A connection, for the verifying thread. caller: the edge's address."""
 
-    def __init__(self, socket: ServerConnection) -> None:
-        self.client = client_of(_caller(socket))
+    def __init__(self, socket: ServerConnection, caller: str) -> None:
+        self.client = client_of(caller)
         self.socket, self._loop = socket, asyncio.get_running_loop()
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -222,7 +222,7 @@ class VerifyServer:
         return None if fault is None else _json(connection, fault.status, fault.body)
 
     async def _connect(self, socket: ServerConnection) -> None:
-        line = LinkedEdge(socket)
+        line = LinkedEdge(socket, await _caller(socket))
         writing = asyncio.create_task(line.write())
         try:
             async for frame in socket:
@@ -236,13 +236,18 @@ class VerifyServer:
             writing.cancel()
 
 
-def _caller(socket: ServerConnection) -> str:
-    """The address of an edge, by the words of the proxies that are believed, as of uvicorn."""
-    address, hosts = socket.remote_address[0], _TrustedHosts(trusted_proxies())
-    fields = socket.request.headers.get_all("X-Forwarded-For") if socket.request else []
-    if address not in hosts:
-        return str(address)
-    return hosts.get_trusted_client_address(", ".join(fields))[0] or str(address)
+async def _caller(socket: ServerConnection) -> str:
+    """The address of an edge, by the words of the proxies that are believed, as uvicorn reads
+    them."""
+    told = socket.request.headers.get_all("X-Forwarded-For") if socket.request else []
+    headers = [(b"x-forwarded-for", one.encode(errors="surrogateescape")) for one in told]
+    scope: Any = {"type": "websocket", "client": socket.remote_address[:2], "headers": headers}
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    await ProxyHeadersMiddleware(nothing, trusted_proxies())(scope, nothing, nothing)  # type: ignore[arg-type]
+    return str(scope["client"][0])
 
 
 def _json(connection: ServerConnection, status: int, body: dict[str, Any]) -> Response:
