@@ -4,25 +4,34 @@
 // In bytes: for each pair of inputs 64 bytes of weights from -63 to 63, stored as 64 more, and after
 // them 32 scales in float32. A byte b beside 0x43 is the bfloat16 number 128 + b, so one instruction
 // makes 32 numbers, and each weight is 192 too large: 192 times the sum of the states is taken off.
+// On processors with AVX512-VBMI2 also in 12 bits.
 
 using Number = uint16_t;  // of states, keys, values and norms
 constexpr int WIDTH = 16;  // numbers of a vector
 constexpr int MOST = 12;   // rows whose sums fit into registers
 typedef float Floats __attribute__((vector_size(64)));
 
-constexpr int WHOLE = 1, BYTES = 2;
+constexpr int WHOLE = 1, BYTES = 2, TWELVE = 10;
 
 // How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1.
 constexpr int FAR = 8192, NEAR = 1024;
 
-// Blocks at once.
-constexpr int together(int64_t rows, int) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#ifdef __AVX512VBMI2__
+#include "few_rows_twelve_bits.h"
+#endif
 
-// Every form is read as it is, for any number of rows.
-constexpr bool makes_numbers(int64_t, int) { return false; }
-inline void make_numbers(const char*, int, int64_t, float*) {}
+// Blocks at once. Making words of codes keeps the units busy too.
+constexpr int together(int64_t rows, int form) {
+  return form == TWELVE ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
 
-inline int64_t block_bytes(int64_t in, int form) {
+// Whether the first rows keep the weights of a block as `WHOLE` has them, for this many rows.
+constexpr bool keeps_numbers(int64_t rows, int form) { return form == TWELVE && rows > MOST; }
+
+inline int64_t block_bytes(const char* block, int64_t in, int form) {
+#ifdef __AVX512VBMI2__
+  if (form == TWELVE) return ((const Head*)block)->bytes + in * 48;
+#endif
   return form == BYTES ? (in + 4) * 2 * WIDTH : in * 2 * 2 * WIDTH;
 }
 
@@ -77,15 +86,31 @@ inline float total(const Number* x, int64_t in) {
   return sum_of(sum) + rest;
 }
 
-template <int N, int M, bool BYTE>
-inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
+template <int N, int M, int FORM>
+inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y, char* kept) {
+  constexpr bool BYTE = FORM == BYTES;
   const __m512i upper = _mm512_set1_epi8(0x43);
   __m512 low[M][N], high[M][N];
 #pragma GCC unroll 4
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 12
     for (int j = 0; j < N; j++) low[m][j] = high[m][j] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < in; k += 2)
+  auto use = [&](int m, int64_t k, __m512i some, __m512i more) __attribute__((always_inline)) {
+    const __m512bh first = (__m512bh)some, second = (__m512bh)more;
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) {
+      int pair;
+      std::memcpy(&pair, x + j * in + k, 4);
+      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      low[m][j] = _mm512_dpbf16_ps(low[m][j], first, both);
+      high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
+    }
+  };
+  if constexpr (FORM == TWELVE)
+    each_two_inputs(weights[0], in, kept, [&](int64_t k, auto some, auto more) __attribute__((always_inline)) {
+      use(0, k, some, more);
+    });
+  else for (int64_t k = 0; k < in; k += 2)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       const char* p = weights[m] + k * (BYTE ? 32 : 64);
@@ -98,17 +123,9 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
         _mm_prefetch(p + FAR + 64, _MM_HINT_T1);
         _mm_prefetch(p + NEAR + 64, _MM_HINT_T0);
       }
-      const __m512bh first = (__m512bh)some, second = (__m512bh)more;
       _mm_prefetch(p + FAR, _MM_HINT_T1);
       _mm_prefetch(p + NEAR, _MM_HINT_T0);
-#pragma GCC unroll 12
-      for (int j = 0; j < N; j++) {
-        int pair;
-        std::memcpy(&pair, x + j * in + k, 4);
-        __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        low[m][j] = _mm512_dpbf16_ps(low[m][j], first, both);
-        high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
-      }
+      use(m, k, some, more);
     }
 #pragma GCC unroll 12
   for (int j = 0; j < N; j++) {
@@ -126,9 +143,14 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
   }
 }
 
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32].
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32]. kept: null, or where the weights
+// are stored as `WHOLE` has them.
 template <int N, int M>
-inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
-  if (form == BYTES) sums_in<N, M, true>(weights, x, in, y);
-  else sums_in<N, M, false>(weights, x, in, y);
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y, char* kept) {
+#ifdef __AVX512VBMI2__
+  if constexpr (M == 1)
+    if (form == TWELVE) return sums_in<N, M, TWELVE>(weights, x, in, y, kept);
+#endif
+  if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y, kept);
+  else sums_in<N, M, WHOLE>(weights, x, in, y, kept);
 }
