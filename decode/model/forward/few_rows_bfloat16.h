@@ -60,20 +60,41 @@ inline Number narrow(float x) {
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps((__m512)x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps((__m512)x); }
 
-// a · b of `size` numbers, a multiple of 32.
-inline float dot(const Number* a, const Number* b, int64_t size) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t k = 0; k < size; k += 32)
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + k),
-                           (__m512bh)_mm512_loadu_si512(b + k));
-  return _mm512_reduce_add_ps(sum);
-}
+// Two vectors whose sums, of these parts of each, are the parts' sums of a and b.
+#define HALVES_OF_PAIRS(shuffle, a, b, low, high) \
+  _mm512_add_ps(shuffle(a, b, low), shuffle(a, b, high))
 
-// The products of Q queries with 16 keys, of `size` numbers, a multiple of 32: y [Q].
+// The products of Q queries with 16 keys, of `size` numbers, a multiple of 32: y [Q]. Each is summed in
+// the order of `_mm512_reduce_add_ps`, 16 of them together.
 template <int Q>
 inline void dots(const Number* const* queries, const Number* const* keys, int64_t size, Floats* y) {
-  for (int s = 0; s < WIDTH; s++)
-    for (int j = 0; j < Q; j++) y[j][s] = dot(queries[j], keys[s], size);
+  __m512 quarter[Q][4];  // of each query and four keys: four numbers a key
+#pragma GCC unroll 4
+  for (int s = 0; s < 4; s++) {
+    __m512 sums[Q][4] = {};
+    for (int64_t k = 0; k < size; k += 32)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; n++) {
+        const __m512bh key = (__m512bh)_mm512_loadu_si512(keys[4 * s + n] + k);
+#pragma GCC unroll 3
+        for (int j = 0; j < Q; j++)
+          sums[j][n] = _mm512_dpbf16_ps(sums[j][n], (__m512bh)_mm512_loadu_si512(queries[j] + k), key);
+      }
+#pragma GCC unroll 3
+    for (int j = 0; j < Q; j++) {
+      const __m512 low = HALVES_OF_PAIRS(_mm512_shuffle_f32x4, sums[j][0], sums[j][1], 0x44, 0xee);
+      const __m512 high = HALVES_OF_PAIRS(_mm512_shuffle_f32x4, sums[j][2], sums[j][3], 0x44, 0xee);
+      quarter[j][s] = HALVES_OF_PAIRS(_mm512_shuffle_f32x4, low, high, 0x88, 0xdd);
+    }
+  }
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+#pragma GCC unroll 3
+  for (int j = 0; j < Q; j++) {
+    const __m512 low = HALVES_OF_PAIRS(_mm512_shuffle_ps, quarter[j][0], quarter[j][1], 0x44, 0xee);
+    const __m512 high = HALVES_OF_PAIRS(_mm512_shuffle_ps, quarter[j][2], quarter[j][3], 0x44, 0xee);
+    const __m512 found = HALVES_OF_PAIRS(_mm512_shuffle_ps, low, high, 0x88, 0xdd);
+    y[j] = (Floats)_mm512_permutexvar_ps(order, found);
+  }
 }
 
 // The sum of the numbers of a row.
