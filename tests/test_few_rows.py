@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
@@ -21,6 +22,7 @@ from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.packed_alone import keep_packed_alone
 from decode.model.forward.prepare_model import prepare, refresh_packed
+from decode.model.forward.quantised_rows import NAMES, unpacked
 from decode.model.forward.weight_bytes import MOST, use_bytes
 from decode.model.identity import require_same_weights, sample_weights, weights_sha256
 from heads.layers.llama_layer import DraftLayer, Rotary
@@ -84,7 +86,8 @@ def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(
     product = PackedLinear(*layers)
     assert product.has_blocks
     # Weights that are numbers of bfloat16 are kept as such.
-    assert product.blocks[0].data.dtype == (torch.bfloat16 if stored == "rounded" else dtype)
+    form = dtype_name(torch.bfloat16 if stored == "rounded" else dtype)
+    assert NAMES[product.blocks[0].form].startswith(form)
     weights = [layer.weight.double() for layer in layers]
     if stored == "bytes":
         assert use_bytes(product) == 1
@@ -113,6 +116,32 @@ def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(
     torch.testing.assert_close(found, then[mode](exact), rtol=bound, atol=bound)
     alone = torch.cat([of(slice(row, row + 1)) for row in range(15)], 1)
     assert all(torch.equal(of(slice(n)), alone[:, :n]) for n in range(1, 16))
+
+
+@pytest.mark.parametrize(
+    ("size", "others", "packs"), [(64, 0.0, 1), (576, 0.02, 1), (576, 1.0, 0), (62, 0.0, 0)]
+)
+def test_weights_in_12_bits_have_the_bits_of_plain_ones(
+    size: int, others: float, packs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """others: the share of weights of any bits: subnormal, not finite, with all high bytes."""
+    needs_few_rows(torch.bfloat16)
+    torch.manual_seed(size)
+    words = torch.randn(96, size).bfloat16().view(torch.int16)
+    any_bits = torch.randint(-(2**15), 2**15, words.shape).to(torch.int16)
+    words = torch.where(torch.rand(words.shape) < others, any_bits, words)
+    blocks = few_rows.packed_blocks(words.view(torch.bfloat16))
+    can = bool(few_rows._more_flags(few_rows.NUMBERS[torch.bfloat16]))
+    assert (blocks.form == few_rows.TWELVE) == (can and packs)
+    found = unpacked(blocks, torch.bfloat16).contiguous()
+    assert torch.equal(found.view(torch.int16), words)
+    monkeypatch.setattr(few_rows, "_in_twelve_bits", lambda _: None)
+    plain = few_rows.packed_blocks(found)
+    assert plain.data.nbytes == words.nbytes
+    x = torch.randn(30, size).bfloat16()
+    for rows in (1, 5, 12, 13, 30):
+        pair = [few_rows.multiply(x[:rows], some, None, None, "none") for some in (blocks, plain)]
+        assert torch.equal(*[y.view(torch.int16) for y in pair])
 
 
 def test_changed_weights_are_used_after_a_refresh(dtype: torch.dtype) -> None:

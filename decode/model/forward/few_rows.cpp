@@ -63,12 +63,13 @@ inline Floats exp_of(Floats x) {
 inline Floats silu(Floats x) { return x / (exp_of(-x) + 1.0f); }
 
 template <int M>
-void sums_of(int rows, const char* const* weights, int form, const Number* x, int64_t in, float* y) {
+void sums_of(int rows, const char* const* weights, int form, const Number* x, int64_t in, float* y,
+             char* kept) {
   switch (rows) {
 #define ROWS(N)                                              \
   case N:                                                    \
     if constexpr (N <= MOST && M <= together(N, WHOLE))             \
-      return sums<N, M>(weights, form, x, in, y);            \
+      return sums<N, M>(weights, form, x, in, y, kept);      \
     break;
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
     ROWS(12)
@@ -99,27 +100,27 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
                    Number* y, int64_t rows, int64_t in, int64_t out, int mode) {
   Share share(out / OUT);
   // Few rows have few sums: several blocks at once keep the units busy.
-  const bool makes = makes_numbers(rows, weights.form);
-  const int form = makes ? WHOLE : weights.form, some_blocks = together(rows, form);
+  const bool keeps = keeps_numbers(rows, weights.form);
+  const int some_blocks = keeps ? 1 : together(rows, weights.form);
   const int64_t groups = (rows + MOST - 1) / MOST;  // rows are shared out evenly among them
-  std::vector<float> made(makes ? in * OUT : 0);
+  std::vector<Number> made(keeps ? in * OUT : 0);
+  const int64_t bytes = block_bytes(weights.blocks, in, weights.form);
   alignas(64) float found[MOST * 4 * OUT];
   for (int64_t block = share.begin; block < share.end;) {
     int count = int(std::min<int64_t>(some_blocks, share.end - block));
     if (count == 3) count = 2;
     const char* from[4];
     for (int m = 0; m < count; m++)
-      from[m] = weights.blocks + (block + m) * block_bytes(in, weights.form);
-    if (makes) {
-      make_numbers(from[0], weights.form, in, made.data());
-      from[0] = (const char*)made.data();
-    }
+      from[m] = weights.blocks + (block + m) * bytes;
     for (int64_t group = 0; group < groups; group++) {
+      char* kept = keeps && group == 0 ? (char*)made.data() : nullptr;
+      const int form = keeps && group ? WHOLE : weights.form;
+      if (keeps && group) from[0] = (const char*)made.data();
       const int64_t row = rows * group / groups;
       const int some = int(rows * (group + 1) / groups - row);
-      if (count == 4) sums_of<4>(some, from, form, x + row * in, in, found);
-      else if (count == 2) sums_of<2>(some, from, form, x + row * in, in, found);
-      else sums_of<1>(some, from, form, x + row * in, in, found);
+      if (count == 4) sums_of<4>(some, from, form, x + row * in, in, found, kept);
+      else if (count == 2) sums_of<2>(some, from, form, x + row * in, in, found, kept);
+      else sums_of<1>(some, from, form, x + row * in, in, found, kept);
       for (int j = 0; j < some; j++)
         for (int m = 0; m < count; m++)
           for (int half = 0; half < OUT; half += WIDTH) {
@@ -373,5 +374,27 @@ void layers(const Layer* const* every, const Pass* const* passes, const Number* 
 #pragma omp barrier
   }
 }
+
+#ifdef __AVX512VBMI2__
+// Plain blocks [count][in / 2][32][2] in 12 bits: y, with heads of this many bytes. Without y, how many
+// these have to be.
+int64_t pack_twelve_bits(const Number* words, int64_t count, int64_t in, int64_t bytes, char* y) {
+  std::vector<int64_t> others(count);
+#pragma omp parallel for
+  for (int64_t i = 0; i < count; i++) {
+    uint8_t common[16];
+    if (y) pack_block(words + i * in * 32, in, bytes, y + i * (bytes + in * 48));
+    else others[i] = common_bytes(words + i * in * 32, in, common);
+  }
+  return y ? bytes : head_bytes(*std::max_element(others.begin(), others.end()));
+}
+
+// The plain blocks that `pack_twelve_bits` packed, of `stride` bytes each.
+void unpack_twelve_bits(const char* blocks, int64_t count, int64_t stride, Number* words) {
+  const int64_t in = (stride - ((const Head*)blocks)->bytes) / 48;
+  for (int64_t i = 0; i < count; i++)
+    each_two_inputs(blocks + i * stride, in, (char*)(words + i * in * 32), [](int64_t, __m512i, __m512i) {});
+}
+#endif
 
 }  // extern "C"

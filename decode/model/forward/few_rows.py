@@ -6,8 +6,9 @@ of the memory's speed there, and a layer is thirty small operations of Python. T
 same bits for any number of rows.
 
 In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as
-such: half of the memory, and the same products. Weights of a quantised file are read in its form
-(`quantised_rows`).
+such: half of the memory, and the same products. In bfloat16 they are read in 12 bits where the
+processor has AVX512-VBMI2, with the same products too. Weights of a quantised file are read in its
+form (`quantised_rows`).
 
 The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in
 the user's cache. From then on it needs no compiler. Without a compiler before that, or on a
@@ -37,6 +38,7 @@ from decode.model.forward.huge_pages import in_huge_pages
 logger = logging.getLogger(__name__)
 
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+TWELVE = 10  # the form in 12 bits; those between are in `quantised_rows`
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 FUNCTIONS = "product", "layer_begins", "layer_ends", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
@@ -71,23 +73,29 @@ class Numbers:
     """What the functions for states in one dtype need.
 
     headers: the file of the dtype, and those that it includes. outputs: of a block of weights.
-    needs: a processor's instructions. leaves_to: with these, PyTorch's products are quicker than
-    ours.
+    needs: a processor's instructions. uses: those that are used where a processor has them all,
+    with the compiler's flags. leaves_to: with these, PyTorch's products are quicker than ours.
     """
 
     headers: tuple[Path, ...]
     outputs: int
     needs: frozenset[str]
     flags: tuple[str, ...] = ()
+    uses: frozenset[tuple[str, str]] = frozenset()
     leaves_to: str = ""
 
 
 NUMBERS = {
     torch.bfloat16: Numbers(
-        (SOURCE.with_name("few_rows_bfloat16.h"), ATTENTION),
+        (
+            SOURCE.with_name("few_rows_bfloat16.h"),
+            SOURCE.with_name("few_rows_twelve_bits.h"),
+            ATTENTION,
+        ),
         outputs=32,
         needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
         flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+        uses=frozenset({("avx512vbmi", "-mavx512vbmi"), ("avx512_vbmi2", "-mavx512vbmi2")}),
         leaves_to="amx_bf16",
     ),
     torch.float32: Numbers(
@@ -133,6 +141,10 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size]
+    if _more_flags(numbers):
+        found.pack_twelve_bits.argtypes = [pointer] + [size] * 3 + [pointer]
+        found.pack_twelve_bits.restype = size
+        found.unpack_twelve_bits.argtypes = [pointer] + [size] * 2 + [pointer]
     for name in FUNCTIONS:
         getattr(found, name).restype = None
     return found
@@ -159,6 +171,12 @@ def _processor_fits(numbers: Numbers) -> bool:
     return flags >= numbers.needs and numbers.leaves_to not in flags
 
 
+def _more_flags(numbers: Numbers) -> list[str]:
+    """The compiler's flags for `uses`, where the processor has them all."""
+    uses = dict(sorted(numbers.uses))
+    return list(uses.values()) if uses.keys() <= cpu_flags() else []
+
+
 def _loaded(numbers: Numbers) -> ctypes.CDLL:
     """The functions from the user's cache, compiled first if it has no file that can be loaded.
     Where it cannot be written, they are compiled for this process alone.
@@ -166,7 +184,8 @@ def _loaded(numbers: Numbers) -> ctypes.CDLL:
     Raises OSError or SubprocessError if they cannot be compiled or loaded, and ValueError for an
     open quote in CXX.
     """
-    flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.headers[0].name}"']
+    flags = [*FLAGS, *numbers.flags, *_more_flags(numbers)]
+    flags.append(f'-DNUMBERS="{numbers.headers[0].name}"')
     texts = [file.read_text(encoding="utf-8") for file in (SOURCE, *numbers.headers)]
     about = "\0".join([*texts, *flags])
     name = f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
@@ -228,8 +247,8 @@ def packed_blocks(weight: Tensor) -> Blocks:
     float32 becomes bfloat16 if that changes no number."""
     (out, size), outputs = weight.shape, NUMBERS[weight.dtype].outputs
     if weight.dtype == torch.bfloat16:
-        blocks = weight.reshape(out // outputs, outputs, size // 2, 2)
-        return Blocks.of(blocks.permute(0, 2, 1, 3))
+        blocks = weight.reshape(out // outputs, outputs, size // 2, 2).permute(0, 2, 1, 3)
+        return _in_twelve_bits(blocks) or Blocks.of(blocks)
     half = weight.bfloat16()
     if torch.equal(half.float(), weight):
         blocks = half.reshape(out // outputs, 2, outputs // 2, size)
@@ -237,8 +256,30 @@ def packed_blocks(weight: Tensor) -> Blocks:
     return Blocks.of(weight.reshape(out // outputs, outputs, size).transpose(1, 2))
 
 
+def _in_twelve_bits(blocks: Tensor) -> Blocks | None:
+    """Plain blocks in bfloat16 [blocks, in / 2, outputs, 2] in 12 bits. None if the processor lacks
+    the instructions, or if the list of bytes without a code takes most of what that saves."""
+    (count, pairs), found = blocks.shape[:2], library(torch.bfloat16)
+    if found is None or not _more_flags(NUMBERS[torch.bfloat16]) or pairs % 2:
+        return None
+    blocks, size = blocks.contiguous(), 2 * pairs
+    head = found.pack_twelve_bits(blocks.data_ptr(), count, size, 0, None)
+    if head > 8 * size:
+        return None
+    data = torch.empty(count, head + 48 * size, dtype=torch.uint8)
+    found.pack_twelve_bits(blocks.data_ptr(), count, size, head, data.data_ptr())
+    return Blocks(in_huge_pages(data), TWELVE)
+
+
 def unpacked_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a dtype whose data `packed_blocks` made."""
+    if blocks.dtype == torch.uint8:
+        found, (count, stride) = library(dtype), blocks.shape
+        assert found is not None
+        head = int(blocks[0, 16:20].view(torch.int32))
+        words = torch.empty(count, (stride - head) // 96, 32, 2, dtype=dtype)
+        found.unpack_twelve_bits(blocks.data_ptr(), count, stride, words.data_ptr())
+        blocks = words
     if blocks.ndim == 3:
         return blocks.transpose(1, 2).flatten(0, 1)
     # [blocks, inputs, outputs / 2, 2] of float32, else [blocks, inputs / 2, outputs, 2].

@@ -142,6 +142,10 @@ inline void attend(std::vector<Query>& queries, const Cache& cache, int64_t begi
                    float scale) {
   for (int64_t s = begin; s < end; s += TILE) {
     const int64_t last = std::min(s + TILE, end);
+    // Their values come from memory while the keys are multiplied.
+    for (int64_t k = s; k < last; k++)
+      for (int64_t c = 0; c < cache.size; c += 64 / sizeof(Number))
+        _mm_prefetch((const char*)(cache.value(k) + c), _MM_HINT_T1);
     in_groups(queries, [&](auto count, Query* some) {
       for (int j = 0; j < count; j++) some[j].scores += s - begin;
       score<count>(some, cache, s, last, scale);

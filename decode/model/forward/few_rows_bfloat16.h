@@ -4,25 +4,34 @@
 // In bytes: for each pair of inputs 64 bytes of weights from -63 to 63, stored as 64 more, and after
 // them 32 scales in float32. A byte b beside 0x43 is the bfloat16 number 128 + b, so one instruction
 // makes 32 numbers, and each weight is 192 too large: 192 times the sum of the states is taken off.
+// On processors with AVX512-VBMI2 also in 12 bits.
 
 using Number = uint16_t;  // of states, keys, values and norms
 constexpr int WIDTH = 16;  // numbers of a vector
 constexpr int MOST = 12;   // rows whose sums fit into registers
 typedef float Floats __attribute__((vector_size(64)));
 
-constexpr int WHOLE = 1, BYTES = 2;
+constexpr int WHOLE = 1, BYTES = 2, TWELVE = 10;
 
 // How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1.
 constexpr int FAR = 8192, NEAR = 1024;
 
-// Blocks at once.
-constexpr int together(int64_t rows, int) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+#ifdef __AVX512VBMI2__
+#include "few_rows_twelve_bits.h"
+#endif
 
-// Every form is read as it is, for any number of rows.
-constexpr bool makes_numbers(int64_t, int) { return false; }
-inline void make_numbers(const char*, int, int64_t, float*) {}
+// Blocks at once. Making words of codes keeps the units busy too.
+constexpr int together(int64_t rows, int form) {
+  return form == TWELVE ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
 
-inline int64_t block_bytes(int64_t in, int form) {
+// Whether the first rows keep the weights of a block as `WHOLE` has them, for this many rows.
+constexpr bool keeps_numbers(int64_t rows, int form) { return form == TWELVE && rows > MOST; }
+
+inline int64_t block_bytes(const char* block, int64_t in, int form) {
+#ifdef __AVX512VBMI2__
+  if (form == TWELVE) return ((const Head*)block)->bytes + in * 48;
+#endif
   return form == BYTES ? (in + 4) * 2 * WIDTH : in * 2 * 2 * WIDTH;
 }
 
@@ -51,20 +60,41 @@ inline Number narrow(float x) {
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps((__m512)x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps((__m512)x); }
 
-// a · b of `size` numbers, a multiple of 32.
-inline float dot(const Number* a, const Number* b, int64_t size) {
-  __m512 sum = _mm512_setzero_ps();
-  for (int64_t k = 0; k < size; k += 32)
-    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + k),
-                           (__m512bh)_mm512_loadu_si512(b + k));
-  return _mm512_reduce_add_ps(sum);
-}
+// Two vectors whose sums, of these parts of each, are the parts' sums of a and b.
+#define HALVES_OF_PAIRS(shuffle, a, b, low, high) \
+  _mm512_add_ps(shuffle(a, b, low), shuffle(a, b, high))
 
-// The products of Q queries with 16 keys, of `size` numbers, a multiple of 32: y [Q].
+// The products of Q queries with 16 keys, of `size` numbers, a multiple of 32: y [Q]. Each is summed in
+// the order of `_mm512_reduce_add_ps`, 16 of them together.
 template <int Q>
 inline void dots(const Number* const* queries, const Number* const* keys, int64_t size, Floats* y) {
-  for (int s = 0; s < WIDTH; s++)
-    for (int j = 0; j < Q; j++) y[j][s] = dot(queries[j], keys[s], size);
+  __m512 quarter[Q][4];  // of each query and four keys: four numbers a key
+#pragma GCC unroll 4
+  for (int s = 0; s < 4; s++) {
+    __m512 sums[Q][4] = {};
+    for (int64_t k = 0; k < size; k += 32)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; n++) {
+        const __m512bh key = (__m512bh)_mm512_loadu_si512(keys[4 * s + n] + k);
+#pragma GCC unroll 3
+        for (int j = 0; j < Q; j++)
+          sums[j][n] = _mm512_dpbf16_ps(sums[j][n], (__m512bh)_mm512_loadu_si512(queries[j] + k), key);
+      }
+#pragma GCC unroll 3
+    for (int j = 0; j < Q; j++) {
+      const __m512 low = HALVES_OF_PAIRS(_mm512_shuffle_f32x4, sums[j][0], sums[j][1], 0x44, 0xee);
+      const __m512 high = HALVES_OF_PAIRS(_mm512_shuffle_f32x4, sums[j][2], sums[j][3], 0x44, 0xee);
+      quarter[j][s] = HALVES_OF_PAIRS(_mm512_shuffle_f32x4, low, high, 0x88, 0xdd);
+    }
+  }
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+#pragma GCC unroll 3
+  for (int j = 0; j < Q; j++) {
+    const __m512 low = HALVES_OF_PAIRS(_mm512_shuffle_ps, quarter[j][0], quarter[j][1], 0x44, 0xee);
+    const __m512 high = HALVES_OF_PAIRS(_mm512_shuffle_ps, quarter[j][2], quarter[j][3], 0x44, 0xee);
+    const __m512 found = HALVES_OF_PAIRS(_mm512_shuffle_ps, low, high, 0x88, 0xdd);
+    y[j] = (Floats)_mm512_permutexvar_ps(order, found);
+  }
 }
 
 // The sum of the numbers of a row.
@@ -77,15 +107,31 @@ inline float total(const Number* x, int64_t in) {
   return sum_of(sum) + rest;
 }
 
-template <int N, int M, bool BYTE>
-inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
+template <int N, int M, int FORM>
+inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y, char* kept) {
+  constexpr bool BYTE = FORM == BYTES;
   const __m512i upper = _mm512_set1_epi8(0x43);
   __m512 low[M][N], high[M][N];
 #pragma GCC unroll 4
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 12
     for (int j = 0; j < N; j++) low[m][j] = high[m][j] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < in; k += 2)
+  auto use = [&](int m, int64_t k, __m512i some, __m512i more) __attribute__((always_inline)) {
+    const __m512bh first = (__m512bh)some, second = (__m512bh)more;
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) {
+      int pair;
+      std::memcpy(&pair, x + j * in + k, 4);
+      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      low[m][j] = _mm512_dpbf16_ps(low[m][j], first, both);
+      high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
+    }
+  };
+  if constexpr (FORM == TWELVE)
+    each_two_inputs(weights[0], in, kept, [&](int64_t k, auto some, auto more) __attribute__((always_inline)) {
+      use(0, k, some, more);
+    });
+  else for (int64_t k = 0; k < in; k += 2)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       const char* p = weights[m] + k * (BYTE ? 32 : 64);
@@ -98,17 +144,9 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
         _mm_prefetch(p + FAR + 64, _MM_HINT_T1);
         _mm_prefetch(p + NEAR + 64, _MM_HINT_T0);
       }
-      const __m512bh first = (__m512bh)some, second = (__m512bh)more;
       _mm_prefetch(p + FAR, _MM_HINT_T1);
       _mm_prefetch(p + NEAR, _MM_HINT_T0);
-#pragma GCC unroll 12
-      for (int j = 0; j < N; j++) {
-        int pair;
-        std::memcpy(&pair, x + j * in + k, 4);
-        __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        low[m][j] = _mm512_dpbf16_ps(low[m][j], first, both);
-        high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
-      }
+      use(m, k, some, more);
     }
 #pragma GCC unroll 12
   for (int j = 0; j < N; j++) {
@@ -126,9 +164,14 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
   }
 }
 
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32].
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32]. kept: null, or where the weights
+// are stored as `WHOLE` has them.
 template <int N, int M>
-inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
-  if (form == BYTES) sums_in<N, M, true>(weights, x, in, y);
-  else sums_in<N, M, false>(weights, x, in, y);
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y, char* kept) {
+#ifdef __AVX512VBMI2__
+  if constexpr (M == 1)
+    if (form == TWELVE) return sums_in<N, M, TWELVE>(weights, x, in, y, kept);
+#endif
+  if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y, kept);
+  else sums_in<N, M, WHOLE>(weights, x, in, y, kept);
 }

@@ -24,10 +24,10 @@ constexpr int together(int64_t rows, int form) {
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
-// Whether the numbers of a block are made once and kept, for this many rows.
-constexpr bool makes_numbers(int64_t rows, int form) { return form >= FIRST_OWN && rows > MOST; }
+// Whether the first rows keep the numbers of a block as `WHOLE` has them, for this many rows.
+constexpr bool keeps_numbers(int64_t rows, int form) { return form >= FIRST_OWN && rows > MOST; }
 
-inline int64_t block_bytes(int64_t in, int form) {
+inline int64_t block_bytes(const char*, int64_t in, int form) {
   if (form >= FIRST_OWN) {
     const OwnForm own = OWN_FORMS[form - FIRST_OWN];
     return in / own.group * group_bytes(own);
@@ -137,28 +137,19 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
     }
 }
 
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16].
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16]. kept: null, or where the weights
+// are stored as `WHOLE` has them.
 template <int N, int M>
-inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y, char* kept) {
   switch (form) {
     case BYTES: return sums_in<N, M, BYTES>(weights, x, in, y);
     case HALF: return sums_in<N, M, HALF>(weights, x, in, y);
     case WHOLE: return sums_in<N, M, WHOLE>(weights, x, in, y);
 #define SUMS(FORM)                                                       \
   case FORM:                                                             \
-    if constexpr (M <= together(N, FORM)) return sums_of_codes<N, M, FORM>(weights, x, in, y); \
+    if constexpr (M <= together(N, FORM)) return sums_of_codes<N, M, FORM>(weights, x, in, y, kept); \
     break;
     EVERY_OWN_FORM(SUMS)
 #undef SUMS
-  }
-}
-
-// The weights of a block as [in][16] numbers in float32.
-inline void make_numbers(const char* block, int form, int64_t in, float* y) {
-  switch (form) {
-#define NUMBERS_OF(FORM) \
-  case FORM: return numbers_of_block<FORM>(block, in, y);
-    EVERY_OWN_FORM(NUMBERS_OF)
-#undef NUMBERS_OF
   }
 }

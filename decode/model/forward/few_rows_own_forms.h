@@ -69,7 +69,7 @@ inline __attribute__((always_inline)) void each_input(const char* p, Use use) {
 }
 
 template <int N, int M, int FORM>
-inline void sums_of_codes(const char* const* weights, const Number* x, int64_t in, float* y) {
+inline void sums_of_codes(const char* const* weights, const Number* x, int64_t in, float* y, char* kept) {
   constexpr OwnForm own = OWN_FORMS[FORM - FIRST_OWN];
   __m256 low[M][N], high[M][N];
 #pragma GCC unroll 4
@@ -85,6 +85,11 @@ inline void sums_of_codes(const char* const* weights, const Number* x, int64_t i
         _mm_prefetch(p + NEAR + c, _MM_HINT_T0);
       }
       each_input<FORM>(p, [&](int k, __m256 first, __m256 second) __attribute__((always_inline)) {
+        if (M == 1 && kept) {
+          float* numbers = (float*)kept + (group * own.group + k) * 16;
+          _mm256_storeu_ps(numbers, first);
+          _mm256_storeu_ps(numbers + 8, second);
+        }
 #pragma GCC unroll 6
         for (int j = 0; j < N; j++) {
           __m256 row = _mm256_broadcast_ss(x + j * in + group * own.group + k);
@@ -100,16 +105,6 @@ inline void sums_of_codes(const char* const* weights, const Number* x, int64_t i
       _mm256_storeu_ps(y + (j * M + m) * 16, low[m][j]);
       _mm256_storeu_ps(y + (j * M + m) * 16 + 8, high[m][j]);
     }
-}
-
-template <int FORM>
-void numbers_of_block(const char* block, int64_t in, float* y) {
-  constexpr OwnForm own = OWN_FORMS[FORM - FIRST_OWN];
-  for (int64_t group = 0; group < in / own.group; group++, y += own.group * 16)
-    each_input<FORM>(block + group * group_bytes(own), [&](int k, __m256 first, __m256 second) {
-      _mm256_storeu_ps(y + 16 * k, first);
-      _mm256_storeu_ps(y + 16 * k + 8, second);
-    });
 }
 
 #define EVERY_OWN_FORM(DO) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9)

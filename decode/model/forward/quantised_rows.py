@@ -163,7 +163,7 @@ TYPES = {
     "Q6_K": _Type(FORMS[5], _scales_of_q6, (192, bytes([1] * 16) + ONE)),
 }
 # The names of all forms, by their numbers in few_rows.cpp.
-NAMES = [*map(dtype_name, few_rows.FORMS), *TYPES, "mixed"]
+NAMES = [*map(dtype_name, few_rows.FORMS), *TYPES, "mixed", "bfloat16, 12 bits a weight"]
 
 
 class QuantisedFile:
@@ -281,6 +281,6 @@ def own_blocks(weights: Sequence[Tensor]) -> Blocks | None:
 
 def unpacked(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of packed blocks in any form but that of whole bytes."""
-    if blocks.form >= FIRST:
+    if FIRST <= blocks.form < few_rows.TWELVE:
         return torch.from_numpy(rows_of(blocks).numbers()).to(dtype)
     return few_rows.unpacked_blocks(blocks.data, dtype)
