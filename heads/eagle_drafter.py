@@ -46,9 +46,9 @@ class AutoregressiveDrafter(AttendingDrafter):
         # Only new entries are computed: a list, as of one row.
         attend = self.attention(self._since, most, counts=new.sum(1))
         at = to_device(new, device)
-        every = states[at][None], *(to_device(x[new], device)[None] for x in (tokens, columns))
+        text, positions = (to_device(x[new], device)[None] for x in (tokens, columns))
         outputs = torch.zeros_like(states)
-        outputs[at] = self.heads.step(*every, attend)[0]
+        outputs[at] = self.heads.step(states[at][None], text, positions, attend)[0]
         return outputs
 
 

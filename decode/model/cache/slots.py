@@ -210,6 +210,11 @@ class Slots(FedRows):
             first_B1 = to_device(start, self.device)[:, None]
             window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
+    @property
+    def real(self) -> RealTokens | None:
+        """The list of tokens that was placed last. None: all tokens of all rows."""
+        return self._window.real
+
     def wrote(self, ends: np.ndarray | int) -> None:
         """The fed rows may have written the slots below these, int or int [B]. What writes into the
         layers without `place` must call it."""
