@@ -2,7 +2,7 @@
 
     python -m benchmarks.drafters [--quick] [--minutes M] [--run DIR …] [--drafter NAME …]
         [--json FILE] [--plots DIR] [--target T] [--dtype D] [--gamma N] [--prompts FILE]
-        [--runs DIR] [--random-layers N] [--random-width N]
+        [--runs DIR] [--random-layers N] [--random-width N] [--grid]
 
 Without options: the drafters and combinations that need no training, those that come along, and
 what runs of this benchmark make of the target's answers to the shipped training prompts: a
@@ -25,6 +25,11 @@ from a target that is deep enough for them: without some of its layers, over a p
 values, with a small model of random weights and in its cascades, and with the small models of
 --run. It says nothing about acceptance: its tokens follow no pattern. The table has the costs of a
 draft token and of a pass (c and v), and the acceptance rate above which drafts of that length pay.
+
+--grid measures instead whether drafts of one drafter (--drafter, default ngram) ever cost: with the
+policy `worth`, beside plain decoding and fixed drafts, in turns, for batches of 1 to 16, behind up
+to 7,000 tokens, for chat, code and random tokens, greedy and at temperature 1
+(`benchmarks.shared.never_slower`). No time has the target's pass over the prompts.
 """
 
 from dataclasses import replace
@@ -69,6 +74,7 @@ from benchmarks.shared.drafter_contestants import (
     untrained,
 )
 from benchmarks.shared.held_memory import held_bytes
+from benchmarks.shared.never_slower import hold_grid
 from benchmarks.shared.small_vocabulary import write_student
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
@@ -104,10 +110,18 @@ def main(
     ] = 1024,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
+    grid: Annotated[
+        bool, typer.Option("--grid", help="measure whether drafts by their worth ever cost")
+    ] = False,
 ) -> None:
     """Measure every drafter, print the table, sorted by speed-up."""
     reporter = start_benchmark()
     loaded = load_target(target, dtype=dtype)
+    if grid:
+        found = hold_grid(loaded, (drafter or ["ngram"])[0], gamma, quick, reporter)
+        if json_file:
+            write_json(json_file, found | {"machine": describe_machine()})
+        return
     trained = [row for path in run or () for row in trained_drafters(path)]
     if random_layers is None:
         if not run and target == TARGET:

@@ -93,7 +93,8 @@ def draft_parts(depths: Sequence[int], costs: Sequence[float]) -> tuple[float, f
     """
     depth, cost = np.array(depths, dtype=np.float64), np.array(costs, dtype=np.float64)
     if len(set(depths)) > 1:
-        per_depth = float(np.polyfit(depth, cost, 1)[0])
+        beside = depth - depth.mean()
+        per_depth = float(beside @ cost / (beside @ beside))
         fixed = float(cost.mean() - per_depth * depth.mean())
         if per_depth < 0:
             return float(cost.mean()), 0.0

@@ -164,6 +164,7 @@ class Draft:
     _host_parents: the parents on the host, if the shape knows them. Else they are read.
     _chosen_rows: bool [B] on the host, rows whose tokens were all chosen although there is a q.
         None: no row.
+    sure: int [B] on the host or None: for looked-up drafts, how much of the text was found again.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
 
@@ -178,6 +179,7 @@ class Draft:
     q_rows: Tensor | None = None
     drawn: Drawn = "independent"
     _chosen_rows: np.ndarray | None = None
+    sure: np.ndarray | None = field(default=None, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
@@ -194,14 +196,14 @@ class Draft:
         )
 
     @classmethod
-    def chosen(cls, chains: Sequence[Sequence[int]]) -> "Draft":
+    def chosen(cls, chains: Sequence[Sequence[int]], sure: Sequence[int] = ()) -> "Draft":
         """One chain per row, on the host, of tokens that were looked up, not drawn. A chain may be
-        empty."""
+        empty. sure: of each row; () if that is not known."""
         sizes = np.array([len(tokens) for tokens in chains])
         padded = np.zeros((len(chains), int(sizes.max())), dtype=np.int64)
         for row, tokens in enumerate(chains):
             padded[row, : len(tokens)] = tokens
-        return cls(torch.as_tensor(padded), sizes)
+        return cls(torch.as_tensor(padded), sizes, sure=np.array(sure) if len(sure) else None)
 
     def to(self, device: torch.device) -> "Draft":
         """The same draft with its tensors on `device`."""
@@ -221,6 +223,7 @@ class Draft:
             self._chosen_rows,
             move(self._ancestors),
             self._host_parents,
+            sure=self.sure,
         )
 
     @property

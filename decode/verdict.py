@@ -4,23 +4,26 @@ Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (pos
 committed text, position i+1 follows node i), D draft tokens on the longest path, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from decode.base.device import dtype_name
+from decode.base.device import dtype_name, to_device
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.draw.logits import LogitsProcessor, change
-from decode.draw.sampling import Sampling
+from decode.draw.sampling import Sampling, argmax
+from decode.model.cache.real_tokens import Listed
 
 
 class Scores:
     """The target's logits for a draft. Computes only what a rule asks for: all distributions, one
     distribution per row, or tokens.
+
+    It gets logits [B, R, V], or those of the tokens that were fed (`Listed`).
 
     logits: [B, R, V], after penalties, processors and the constraints of the texts, in
     this order, before temperature and filters. float32 if a penalty or a processor changed them,
@@ -30,13 +33,13 @@ class Scores:
 
     def __init__(
         self,
-        logits: Tensor,
+        logits: Tensor | Listed,
         sampling: Sampling,
         draft: Draft | None = None,
         contexts: Contexts | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        self.raw = logits
+        self._raw = logits
         self.sampling = sampling
         self.failed: dict[int, tuple[str, Exception]] = {}
         guides = None if contexts is None else contexts.guides
@@ -49,9 +52,37 @@ class Scores:
             before = torch.cat([root, ancestors], 1)  # [B, R, N]
             text = (contexts.tokens, contexts.lengths, draft.tokens, before)
             answers = contexts.answers
+            logits = self.raw
             logits, self.failed = change(logits, sampling, processors, guides, answers, *text)
-        self.logits = logits
+        self._logits = logits
         self._probs: Tensor | None = None
+
+    @property
+    def raw(self) -> Tensor:
+        if isinstance(self._raw, Listed):
+            self._raw = self._raw.padded()
+        return self._raw
+
+    @property
+    def logits(self) -> Tensor:
+        if isinstance(self._logits, Listed):
+            self._logits = self.raw
+        return self._logits
+
+    def emitted(
+        self, draw: Callable[[Sampling, Tensor, Tensor], Tensor], numbers: Tensor | None
+    ) -> Tensor:
+        """int64 [B, R]: the token that the target emits at each position: the likeliest, or as
+        `draw` draws with these numbers, [B, R]."""
+        logits = self._logits
+        if numbers is None:
+            return logits.each(argmax) if isinstance(logits, Listed) else argmax(logits)
+        if not isinstance(logits, Listed):
+            return draw(self.sampling, logits, numbers)
+        real = logits.real
+        rows, columns = (to_device(x, numbers.device) for x in (real.rows, real.columns))
+        sampling, each = self.sampling.at(rows), numbers[rows, columns]
+        return logits.each(lambda values: draw(sampling, values, each))
 
     def probs(self) -> Tensor:
         """float32 [B, R, V]: the distributions that tokens are drawn from."""
@@ -75,6 +106,8 @@ class Scores:
     def peaks_at(self, positions: Tensor) -> Tensor:
         """[B, P]: the largest processed logit at some positions of each row, int64 [B, P]. It is
         not finite if the model's logits are NaN or the processors mask all tokens."""
+        if isinstance(self._logits, Listed):
+            return self._logits.each(lambda values: values.amax(-1)).gather(1, positions)
         if positions.shape[1] >= self.logits.shape[1]:
             return self.logits.amax(-1).gather(1, positions)
         rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]

@@ -36,13 +36,20 @@ class AutoregressiveDrafter(AttendingDrafter):
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         tokens = contexts.tokens[np.arange(len(columns))[:, None], columns + 1]
-        device = states.device
-        return self.heads.step(
-            states,
-            to_device(tokens, device),
-            to_device(columns, device),
-            self.attention(columns[:, 0], columns.shape[1]),
-        )
+        device, most = states.device, columns.shape[1]
+        new = (columns >= self._since[:, None]) & (columns < self._until[:, None])
+        if new.all():
+            attend = self.attention(columns[:, 0], most)
+            return self.heads.step(
+                states, to_device(tokens, device), to_device(columns, device), attend
+            )
+        # Only new entries are computed: a list, as of one row.
+        attend = self.attention(self._since, most, counts=new.sum(1))
+        at = to_device(new, device)
+        text, positions = (to_device(x[new], device)[None] for x in (tokens, columns))
+        outputs = torch.zeros_like(states)
+        outputs[at] = self.heads.step(states[at][None], text, positions, attend)[0]
+        return outputs
 
 
 class _Growth(Growth):

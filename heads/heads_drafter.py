@@ -156,14 +156,19 @@ def _together(counts: np.ndarray) -> list[slice]:
     return [slice(row, row + 1) for row in range(len(counts))]
 
 
+# The most plain passes whose hidden states wait to be stored.
+UNSTORED = 64
+
+
 class AttendingDrafter(HeadsDrafter):
     """Drafter with an extra layer that attends to the whole text; a key-value cache makes it cheap.
 
     Entry i of a row's cache holds the layer's keys and values for token i. They are computed from
     the target's features of this token. A text of L tokens has L − 1 entries, because the features
-    of the last token do not exist yet. `read` stores features at once. Missing entries are computed
-    only before a draft, also after rounds in which another drafter drafted. The draft itself uses
-    the slots after the last entry. The entries of the next round overwrite them.
+    of the last token do not exist yet. `read` stores features at once, but those of plain passes
+    together, so that a drafter that rests costs nothing. Missing entries are computed only before a
+    draft, also after rounds in which another drafter drafted. The draft itself uses the slots after
+    the last entry. The entries of the next round overwrite them.
 
     With a window, a layer gets only the slots inside of it, and the sinks. Entries that no later
     one depends on are never computed.
@@ -187,6 +192,7 @@ class AttendingDrafter(HeadsDrafter):
 
     def start(self, contexts: Contexts) -> None:
         super().start(contexts)
+        self._unstored: list[Tensor] = []  # of plain passes, [B, 1, F] each
         rows, capacity = contexts.tokens.shape
         heads, device = self.heads, self.device
         self._inputs = Slots(0, rows, capacity, device, states=1)
@@ -198,6 +204,7 @@ class AttendingDrafter(HeadsDrafter):
         return self._inputs.state_slots
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        self._store()
         rows, capacity = contexts.tokens.shape
         new = rows - len(self.stored_features)
         self.slots.add_rows(new, capacity + self.heads.spare_slots)
@@ -205,8 +212,26 @@ class AttendingDrafter(HeadsDrafter):
         super().add_rows(contexts, verification)
 
     def read(self, features: Features, first: int = 0) -> None:
-        fused = self.heads.fuse(features.of(self.captured_layers).to(self.dtype))
-        stored, counts = self.stored_features[first:], features.counts
+        values = features.of(self.captured_layers)
+        if not first and values.shape[1] == 1 and features.counts.all():
+            self._unstored.append(values)
+            if len(self._unstored) == UNSTORED:
+                self._store()
+            return
+        self._store()
+        self._store_of(values, features.counts, first)
+
+    def _store(self) -> None:
+        """Store the hidden states of plain passes that wait."""
+        if self._unstored:
+            values, self._unstored = torch.cat(self._unstored, 1), []
+            rows, count, _ = values.shape
+            self._store_of(values, np.full(rows, count), 0)
+
+    def _store_of(self, values: Tensor, counts: np.ndarray, first: int) -> None:
+        """Store hidden states, [B', n, F], of the first counts[b], int [B'], of these tokens."""
+        fused = self.heads.fuse(values.to(self.dtype))
+        stored = self.stored_features[first:]
         for rows in _together(counts):  # their padding is overwritten later
             count = int(counts[rows].max(initial=0))
             self._keep(fused[rows, :count], stored[rows], first + rows.start)
@@ -228,6 +253,7 @@ class AttendingDrafter(HeadsDrafter):
 
     def text_states(self, row: int) -> Tensor:
         """[L − 1, H]: what `fuse` made of the hidden states of a row's text, which has L tokens."""
+        self._store()
         return self.states[row, : int(self.stored_features[row])]
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -236,17 +262,25 @@ class AttendingDrafter(HeadsDrafter):
         super().take_weights(weights)
         self.cached_entries[:] = 0
 
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        self._store()
+        return super().draft(contexts, limits, sampling, rng)
+
     @abstractmethod
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         """[B, m, H]: the layer's output for the entries `columns`, int [B, m].
 
         states: [B, m, H], the input states of these entries. Writes their keys and values to the
-        cache.
+        cache. New are those from `_since` to before `_until`, int [B] each: what is returned of the
+        others means nothing.
         """
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         """Long texts take several passes, as in the target (`CachedLM.read`), and texts of
         different lengths one pass each."""
+        self._store()
         entries = np.maximum(contexts.lengths - 2, 0)
         self.skip_unseen(contexts, entries, first)
         for some in _together((entries - self.cached_entries)[first:]):
@@ -296,6 +330,8 @@ class AttendingDrafter(HeadsDrafter):
         self, contexts: Contexts, entries: np.ndarray, rows: slice
     ) -> tuple[Tensor, np.ndarray]:
         """As `_fill_cache`, of these rows, [B', …]."""
+        self._until = np.maximum(entries[rows], 1)
+        self._since = np.minimum(self.cached_entries[rows], self._until - 1)
         columns, states = self.take_missing(entries, rows)
         first = columns[:, 0] if columns.shape[1] else entries[rows]
         if not columns.shape[1]:
@@ -322,9 +358,10 @@ class AttendingDrafter(HeadsDrafter):
         count: int,
         root: np.ndarray | None = None,
         ancestors: Tensor | None = None,
+        counts: np.ndarray | None = None,
     ) -> SlotAttention:
         """Attention for `count` tokens of each row, in the first layer; see `attentions`."""
-        return self.attentions(start, count, root, ancestors)[0]
+        return self.attentions(start, count, root, ancestors, counts=counts)[0]
 
     def attentions(
         self,
@@ -333,15 +370,17 @@ class AttendingDrafter(HeadsDrafter):
         root: np.ndarray | None = None,
         ancestors: Tensor | None = None,
         depths: Tensor | None = None,
+        counts: np.ndarray | None = None,
     ) -> list[SlotAttention]:
         """Attention for `count` tokens of each row, in each layer.
 
         Their keys and values go to consecutive slots from `start`, int [B]. For the nodes of a
         tree, root is the slot of its first node, int [B], ancestors tells which nodes each node
         may see, and depths, int64 [1 or B, n], how many positions each node is after the root.
+        counts: as for `Slots.place`.
         """
         window = self.heads.window
-        base_B1 = self.place(start, count, root, window)
+        base_B1 = self.place(start, count, root, window, counts)
         visible = self.slots.mask(base_B1, count, ancestors, window, depths)
         mask = AttentionMask(visible, self.dtype)
         return [SlotAttention(layer, mask) for layer in self.slots.layers]
@@ -352,16 +391,18 @@ class AttendingDrafter(HeadsDrafter):
         count: int,
         root: np.ndarray | None = None,
         window: SlidingWindow | None = None,
+        counts: np.ndarray | None = None,
     ) -> Tensor:
         """Have `count` tokens of each row go to the slots from `start`, int [B].
 
         Returns the slot of the root, or else the first slot, int64 [B, 1]. root: as for
-        `attentions`. window: what attention gets; None: all slots.
+        `attentions`. window: what attention gets; None: all slots. counts: as for `Slots.place`.
         """
-        self.slots.place(start, count, window, root)
+        self.slots.place(start, count, window, root, counts=counts)
         return to_device(start if root is None else root, self.device)[:, None]
 
     def keep_rows(self, rows: np.ndarray) -> None:
+        self._store()
         super().keep_rows(rows)
         self._inputs.keep_rows(rows)
         self.slots.keep_rows(rows)

@@ -42,6 +42,9 @@ from benchmarks.shared.drafter_contestants import (
     trained_drafters,
     untrained,
 )
+from benchmarks.shared.never_slower import KINDS as TEXT_KINDS
+from benchmarks.shared.never_slower import Cell, Grid
+from benchmarks.shared.never_slower import prompts_of as cell_prompts
 from benchmarks.shared.structured_prompts import KINDS, prompts_of
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
@@ -62,6 +65,21 @@ from tests.tiny import save_small_lm, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.run.config_checks import validate_config
 from train.settings.server_config import EngineServer
+
+
+def test_a_cell_of_the_grid_has_the_same_prompts_and_texts_for_all():
+    """Greedy texts in float32 are those of plain decoding, so all contestants write as much."""
+    target = tiny_target()
+    for kind in TEXT_KINDS:
+        rows = cell_prompts(target, Cell(kind, 40, 0.0, 2), 2, 6)
+        assert len({*map(tuple, rows)}) == 2
+        assert min(map(len, rows)) > 40
+    grid = Grid(target, "ngram", 4)
+    figures = grid.measure(Cell("chat", 0, 0.0, 2), 8, 1)
+    assert list(figures) == ["plain", "worth", "1 deep", "2 deep", "4 deep"]
+    assert all(one["tokens_per_second"] > 0 for one in figures.values())
+    assert figures["plain"]["tokens_per_step"] == 1
+    assert {one["fed_over_needed"] for one in figures.values()} == {1.0}
 
 
 def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):

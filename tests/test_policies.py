@@ -12,6 +12,7 @@ import torch
 
 from decode.base.errors import UserError
 from decode.costs import Costs
+from decode.draft import Draft
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
@@ -548,8 +549,8 @@ def test_the_set_of_tokens_with_the_most_tokens_per_second_is_drafted(
     for _ in range(30):
         policy = worth(CURVES[curve], c=c, fixed=fixed)
         policy._accepted[:], policy._tried[:] = random.random(3) * 20, 20.0
-        policy._kept, policy._due = random.random((2, 3)) * 8
-        own = (policy._kept + 2) / (policy._due + 2)
+        policy._kept, policy._expected_of = random.random((2, 3)) * 8
+        own = (policy._kept + 2) / (policy._expected_of + 2)
         chances = np.minimum(own[:, None] * policy._acceptance(), 1).cumprod(1)
 
         def rate(depths: Sequence[int], policy: Worth = policy, p: np.ndarray = chances) -> float:
@@ -588,3 +589,68 @@ def test_a_row_that_accepts_drafts_beside_one_that_does_not_and_both_come_back()
             drafted[:] = 0
     assert shares[0][0] > 0.8
     assert shares[1][1] > 0.5
+
+
+def looked_up(sizes: Sequence[int], sure: Sequence[int]) -> Draft:
+    """Chains of so many tokens, found by as many tokens of the text."""
+    return Draft.chosen([[5] * size for size in sizes], sure)
+
+
+def taught(curve: Sequence[float], rows: int) -> Worth:
+    """The policy after drafts of which those that three tokens found were all accepted, and those
+    that one token found never."""
+    policy = worth(curve, c=0.001, fixed=0.0, rows=rows)
+    for number in range(40):
+        sure = [1 + 2 * (number % 2)] * rows
+        policy.fed(looked_up([3] * rows, sure))
+        fed = rows * 4
+        pass_s = PLAIN * float(np.interp(fed, rows * np.array([1, 2, 4, 8]), curve))
+        told = step([3] * rows, [3 * (number % 2)] * rows, draft_s=1e-3 * PLAIN, pass_s=pass_s)
+        policy.observe(told)
+    return policy
+
+
+@pytest.mark.parametrize("curve", ["flat", "bent", "steep"])
+def test_of_looked_up_tokens_those_are_fed_that_give_the_most_tokens_per_second(curve: str) -> None:
+    policy = taught(CURVES[curve], 3)
+    chances = policy._chances()
+    assert chances[3].min() > 0.8
+    assert chances[1, 0] < 0.2
+    random = np.random.default_rng(1)
+    found = []
+    for _ in range(20):
+        sizes, sure = random.integers(0, 4, 3), random.integers(1, 4, 3)
+        sizes[0] = max(sizes[0], 1)
+        p = chances[sure].cumprod(1)
+
+        def rate(fed: Sequence[int], policy: Worth = policy, p: np.ndarray = p) -> float:
+            passes = policy._passes(np.array([3 + sum(fed)]))
+            assert passes is not None
+            return float((3 + sum(p[row, :n].sum() for row, n in enumerate(fed))) / passes[0])
+
+        best = max(map(rate, itertools.product(*(range(size + 1) for size in sizes))))
+        policy._waited = policy._hopeful = 0  # no draft is due that does not pay
+        found.append(policy.fed(looked_up(sizes, sure)).tolist())
+        assert rate(found[-1]) == pytest.approx(best)
+    assert len({*map(tuple, found)}) > (4 if curve != "steep" else 0)
+
+
+def test_what_costs_nothing_is_drafted_before_it_is_weighed_and_rarely_if_in_vain() -> None:
+    policy = taught(CURVES["steep"], 3)
+    asked = []
+    for _ in range(40):
+        policy._waited = policy._hopeful = 0  # no draft is due that does not pay
+        asked.append(bool(policy.depths().any()))
+        fed = policy.fed(looked_up([1] * 3, [1] * 3)) if asked[-1] else np.zeros(3, dtype=int)
+        assert not fed.any()
+        policy.observe(step(fed.tolist(), [0] * 3, pass_s=PLAIN))
+    assert all(asked[:8])
+    assert np.mean(asked[10:]) == pytest.approx(0.25, abs=0.05)
+
+
+def test_no_token_that_was_drawn_is_left_out() -> None:
+    """A rule would take what is left out for a token that was never drawn."""
+    policy = taught(CURVES["steep"], 2)
+    drawn = looked_up([3, 3], [1, 1])
+    drawn.q = torch.full((2, 3, 8), 1 / 8)
+    assert policy.fed(drawn).tolist() == [3, 3]

@@ -23,6 +23,7 @@ from decode.drafters.trained import VerifyingDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
+from decode.model.cache.real_tokens import Listed
 from decode.model.forward.prepare_model import Forward, watchable_forward
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import layer_windows
@@ -233,7 +234,7 @@ class SparseDrafter(VerifyingDrafter):
         self._read(contexts, 2 * int(depths.max(initial=0)))
         return depths.copy()
 
-    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
+    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor | Listed:
         return self.lm.verify(contexts, draft)
 
     def _read(self, contexts: Contexts, nodes: int) -> None:

@@ -12,6 +12,7 @@ from decode.base.registry import Choice
 from decode.draft import Contexts, Draft, Siblings
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
+from decode.model.cache.real_tokens import Listed
 from decode.model.forward.prepare_model import refresh_packed
 from decode.model.loading import Target
 from decode.shapes import Chain, Growth, Shape
@@ -75,9 +76,10 @@ class VerifyingDrafter(ShapedDrafter):
         before the `verify` calls of one draft."""
 
     @abstractmethod
-    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor:
-        """The logits after each text and after each node of a chain, [B, N+1, V]. drafting: bool
-        [B], the rows whose logits are read. `rewind` takes back what is not accepted."""
+    def verify(self, contexts: Contexts, draft: Draft, drafting: np.ndarray) -> Tensor | Listed:
+        """The logits after each text and after each node of a chain, [B, N+1, V], or `Listed`.
+        drafting: bool [B], the rows whose logits are read. `rewind` takes back what is not
+        accepted."""
 
 
 class ParallelGrowth(Growth):

@@ -22,12 +22,13 @@ from decode import row_state
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.costs import Costs
+from decode.draft import Draft
 from decode.verification import Verification
 
 
 class Policy(ABC):
-    """Call order within one decode: start → (depths → stops* → signals → observe)*, with keep_rows
-    and add_rows in between.
+    """Call order within one decode: start → (depths → stops* → fed → signals → observe)*, with
+    keep_rows and add_rows in between. `fed` comes only after a draft.
 
     max_depth: the max depth of a draft. watches: the drafter calls `stops` before each token of a
     chain.
@@ -80,6 +81,11 @@ class Policy(ABC):
         for different rows.
         """
         raise NotImplementedError
+
+    def fed(self, draft: Draft) -> np.ndarray:
+        """int [B]: how many nodes of each row's draft are fed, now that it is made. The first
+        ones are. It may leave out only nodes that were chosen, not drawn."""
+        return draft.sizes
 
     def signals(self) -> dict[str, np.ndarray]:
         """The numbers that `stops` looked at for the last draft, float64 [B, D] by name, NaN where

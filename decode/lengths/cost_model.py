@@ -1,14 +1,22 @@
 """The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
 
 import numpy as np
+from scipy.optimize import nnls
 
 from decode.base.errors import require_fits
-from decode.costs import Costs, draft_parts, extrapolated
+from decode.costs import Costs, draft_parts
 from decode.lengths import POLICIES, Policy
 from decode.verification import Verification
 
 # Seconds: the minimum of every measured time, because times are divided by each other.
 INSTANT = 1e-9
+# Of the curve of passes: where it may bend, what a pass's weight is after one more, the share of a
+# pass's change that applies to all of them, and what is added where nothing tells parts apart.
+# It is fitted again after so many passes, and after each of the early ones.
+_KNOTS = np.array([0.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+_PARTS = len(_KNOTS) + 1
+FADES, LEVEL, RIDGE = 0.98, 0.1, 1e-9
+EARLY, REFITTED = 16, 4
 
 
 @POLICIES.register("cost_model")
@@ -59,7 +67,9 @@ class CostModel(Policy):
         self._drafts = _DraftTimes()  # without text to catch up on
         self._unasked = 2  # further drafts of two tokens, to see a second depth
         self._probe_s: float | None = None  # of drafting a probe, catching up included
-        self._nodes = 1.0  # tokens that are fed for a position of a row's draft
+        # Of drafts: positions that were allowed, and tokens that were fed for them.
+        self._allowed, self._fed = 1.0, 1.0
+        self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
         self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
@@ -106,10 +116,13 @@ class CostModel(Policy):
         # The expected loss of a probe compared to plain decoding, in plain steps.
         plain, draft = self._seconds(np.array([0])), self._drafts(1)
         cost = (self._probe_s or draft) + self._seconds(np.array([1]))[0] - draft
-        loss = cost / plain[0] - self._expected()[1]
+        return int(self._due(cost / plain[0] - self._expected()[1]))
+
+    def _due(self, loss: float) -> bool:
+        """Whether it is time for a draft that loses so many plain steps, to see how it does."""
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
-        return int(self._hopeful or self._waited >= interval)
+        return self._hopeful or self._waited >= interval
 
     def _expected(self) -> np.ndarray:
         """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ."""
@@ -132,7 +145,7 @@ class CostModel(Policy):
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.mean())
-        self._passes.see(verification.fed, verification.verify_s + verification.overhead_s)
+        more = self._see_pass(verification)
         faded = self.memory**emitted
         self._accepted *= faded
         self._tried *= faded
@@ -144,10 +157,28 @@ class CostModel(Policy):
         self._tried += tried.sum(0)
         self._accepted += kept.sum(0)
         asked = np.minimum(verification.depths, verification.draft_steps).sum()
-        self._nodes = (verification.fed - len(verification.rows)) / max(int(asked), 1)
-        self._see_draft(verification.draft_s, verification.draft_steps)
+        self._allowed = faded * self._allowed + float(asked)
+        self._fed = faded * self._fed + verification.fed - len(verification.rows)
+        self._see_draft(verification.draft_s + more, verification.draft_steps)
         self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
         self._waited, self._new_text = 0.0, False
+
+    @property
+    def _nodes(self) -> float:
+        """The tokens that are fed for a position of a row's draft."""
+        return self._fed / max(self._allowed, 1e-9)
+
+    def _see_pass(self, verification: Verification) -> float:
+        """Learn what a pass costs. Returns the seconds of the step beside it that are due to its
+        draft: to judge it, and to keep its tokens."""
+        seconds, more = verification.overhead_s, 0.0
+        if not verification.draft_steps:
+            usual = seconds if self._overhead is None else self._overhead
+            self._overhead = usual * _clipped(max(seconds, INSTANT) / max(usual, INSTANT)) ** 0.1
+        elif self._overhead is not None:
+            more = max(seconds - self._overhead, 0.0)
+        self._passes.see(verification.fed, verification.verify_s + seconds - more)
+        return more
 
     def _outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
         """bool [B, max_depth] each: the positions that were reached, and those accepted."""
@@ -197,37 +228,72 @@ class _DraftTimes:
 
 
 class _PassTimes:
-    """Seconds of a verification pass by the total number of tokens it is fed, over all rows."""
+    """Seconds of a verification pass by the total number of tokens it is fed, over all rows.
+
+    A curve that never falls and never flattens: a + b·n + Σ c·max(n − knot, 0), all parts at least
+    0, by least squares over all passes. So neighbours tell of each other, and no single pass bends
+    it: a pass is bound by the memory first and by arithmetic beyond some number of tokens. Passes
+    of long ago weigh less.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, float] = {}
         self._once: dict[int, float] = {}  # seen once; a cold or disturbed pass is slow
+        self._seen: set[int] = set()
+        self._products, self._sums = np.zeros((_PARTS, _PARTS)), np.zeros(_PARTS)
+        self._passes = 0
+        self._parts: np.ndarray | None = None  # None: to be fitted
 
     def know(self, tokens: int, seconds: float) -> None:
-        self._known[tokens] = max(seconds, INSTANT)
+        part = _curve(np.array([float(tokens)]))[0] / max(seconds, INSTANT)
+        # Of the relative errors: a long pass is no more exact than a short one.
+        self._products += np.outer(part, part)
+        self._sums += part
+        self._seen.add(tokens)
+        self._passes += 1
+        if self._passes < EARLY or not self._passes % REFITTED:
+            self._parts = None
 
     def known_beyond(self, tokens: int) -> bool:
-        return max(self._known, default=0) > tokens
+        return max(self._seen, default=0) > tokens
 
     def see(self, tokens: int, seconds: float) -> None:
         seconds = max(seconds, INSTANT)
-        if tokens in self._known:
-            ratio = _clipped(seconds / self._known[tokens])
+        if tokens not in self._seen and len(self._seen) < 2:
+            if tokens not in self._once:
+                self._once[tokens] = seconds
+                return
+            seconds = min(seconds, self._once.pop(tokens))
+        if self._seen:
+            usual = float(self._times(np.array([float(tokens)]))[0])
+            ratio = _clipped(seconds / usual)
+            seconds = usual * ratio
             # Half of the change applies to all passes: contexts grow, and the load of the machine
             # changes.
-            for other in self._known:
-                self._known[other] *= ratio ** (0.2 if other == tokens else 0.1)
-        elif tokens in self._once:
-            self._known[tokens] = min(seconds, self._once.pop(tokens))
-        else:
-            self._once[tokens] = seconds
+            shift = ratio**LEVEL
+            self._products *= FADES / shift**2
+            self._sums *= FADES / shift
+        self.know(tokens, seconds)
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray | None:
         """float64, same shape as `tokens`: seconds; None while nothing is known."""
-        if not self._known:
-            return None
-        known = np.array(sorted(self._known))
-        return extrapolated(tokens, known, np.array([self._known[n] for n in known]))
+        return self._times(np.asarray(tokens, dtype=np.float64)) if self._seen else None
+
+    def _times(self, tokens: np.ndarray) -> np.ndarray:
+        if self._parts is None:
+            # The least of |A x − b|² from A'A and A'b, for x ≥ 0.
+            scale = np.sqrt(np.diag(self._products)) + INSTANT
+            matrix = self._products / np.outer(scale, scale) + RIDGE * np.eye(_PARTS)
+            root = np.linalg.cholesky(matrix)
+            right = np.linalg.solve(root, self._sums / scale)
+            self._parts = nnls(root.T, right)[0] / scale
+        times: np.ndarray = np.maximum(_curve(tokens) @ self._parts, INSTANT)
+        return times
+
+
+def _curve(tokens: np.ndarray) -> np.ndarray:
+    """float64 [..., parts]: what the parts of the curve are multiplied with."""
+    beyond = np.maximum(tokens[..., None] - _KNOTS, 0.0)
+    return np.concatenate([np.ones_like(beyond[..., :1]), beyond], -1)
 
 
 def _clipped(ratio: float) -> float:

@@ -249,6 +249,10 @@ class RunningRows:
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
+        sizes = policy.fed(draft)
+        if (sizes < draft.sizes).any():
+            draft.cut(sizes)
+            depths[sizes < depths] = sizes[sizes < depths]
         return draft
 
     def _rule(self) -> Rule:
@@ -287,7 +291,8 @@ class RunningRows:
         if not self.setup.drafter.captured_layers:
             return None
         counts = outcome.accepted + 1
-        return Features(self.setup.lm.features, counts).at(verdict.positions(), counts)
+        every = Features(self.setup.lm.features, counts)
+        return every.at(verdict.positions(), counts) if verdict.draft.sizes.any() else every
 
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose

@@ -9,7 +9,7 @@ from torch import Tensor
 from decode.base.device import reads_are_free
 from decode.draft import Draft
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling, argmax
+from decode.draw.sampling import Sampling
 from decode.rules import RULES, Rule
 from decode.verdict import Decision, Scores
 
@@ -71,9 +71,9 @@ class ExactMatch(Rule):
     def _everywhere(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
         """int64 [B, N+1]: the token that the target emits at each position of the draft. The shapes
         do not depend on values."""
-        if scores.sampling.greedy:
-            return argmax(scores.logits)
-        return self.draw(scores.sampling, scores.logits, self.numbers(rng, depths_of_rows(draft)))
+        greedy = scores.sampling.greedy
+        numbers = None if greedy else self.numbers(rng, depths_of_rows(draft))
+        return scores.emitted(self.draw, numbers)
 
     def _on_paths(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
         """The same, but −1 at positions after tokens that the target does not emit. At one depth,

@@ -29,19 +29,21 @@ Followers = Callable[[P], Sequence[tuple[int, float, P]]]
 class LookupTree:
     """The nodes of one row's draft, parents before children. parents: −1 is the last committed
     token. depths: 1 for its children. score: the sum of the nodes' estimated probabilities, which
-    is the number of tokens that are expected to be accepted."""
+    is the number of tokens that are expected to be accepted. sure: the tokens of the text that were
+    found again; 0 if that is not known."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     score: float = 0.0
+    sure: int = 0
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def path(cls, tokens: list[int]) -> "LookupTree":
+    def path(cls, tokens: list[int], sure: int = 0) -> "LookupTree":
         """These tokens, one after the other."""
         count = len(tokens)
-        return cls(tokens, [*range(-1, count - 1)], [*range(1, count + 1)])
+        return cls(tokens, [*range(-1, count - 1)], [*range(1, count + 1)], sure=sure)
 
     def add(self, token: int, parent: int) -> int:
         """Appends a node and returns its number."""
@@ -113,7 +115,7 @@ def as_draft(trees: Sequence[LookupTree], branches: bool) -> Draft:
     """One tree per row, on the host, of tokens that were chosen and not drawn. branches: False: all
     of them are paths, and the draft is one of chains."""
     if not branches:
-        return Draft.chosen([tree.tokens for tree in trees])
+        return Draft.chosen([tree.tokens for tree in trees], [tree.sure for tree in trees])
     sizes = np.array([len(tree.tokens) for tree in trees])
     tokens = np.zeros((len(trees), int(sizes.max())), dtype=np.int64)
     parents = np.full_like(tokens, -1)

@@ -50,14 +50,15 @@ class NgramIndex:
                 if n <= end:
                     self._ends[tuple(self.text[end - n :])].pop()
 
-    def continuation(self, count: int) -> list[int]:
-        """At most `count` tokens that follow the last earlier match of the longest known suffix."""
+    def continuation(self, count: int) -> tuple[list[int], int]:
+        """At most `count` tokens that follow the last earlier match of the longest known suffix,
+        and the length of that suffix."""
         for n in self.sizes:
             if n < len(self.text):
                 ends = self._ends.get(tuple(self.text[-n:]))
                 if ends:
-                    return self.text[ends[-1] : ends[-1] + count]
-        return []
+                    return self.text[ends[-1] : ends[-1] + count], n
+        return [], 0
 
 
 def require_sizes(min_n: int, max_n: int, longest: int = LONGEST_NGRAM) -> None:
@@ -93,7 +94,7 @@ class NgramDrafter(LookupDrafter):
             index.extend(tokens[len(index.text) - index.source : length].tolist())
 
     def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
-        return LookupTree.path(self._rows[row].continuation(depth))
+        return LookupTree.path(*self._rows[row].continuation(depth))
 
     def rewind(self, lengths: np.ndarray) -> None:
         for index, length in zip(self._rows, lengths.tolist(), strict=True):

@@ -16,6 +16,7 @@ from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
 from decode.model.cache.long_read import LongRead
+from decode.model.cache.real_tokens import Listed
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.forward.attention_mask import AttentionMask
@@ -176,6 +177,27 @@ class CachedLM(CachedRows):
             see, itself included. None: a chain.
         Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
+        logits = self.feed(
+            ids_BN,
+            start,
+            columns=columns,
+            counts=counts,
+            depth_BN=depth_BN,
+            ancestors_BNM=ancestors_BNM,
+        )
+        return logits.padded() if isinstance(logits, Listed) else logits
+
+    def feed(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+        depth_BN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> Tensor | Listed:
+        """As `forward`, but the logits of a pass that was fed without padding have none either."""
         if ancestors_BNM is not None and not self._takes_trees:
             require_tree_masks(self)
             self._takes_trees = True
@@ -212,7 +234,8 @@ class CachedLM(CachedRows):
         self.features = features
         if self.kept_layers:
             self.slots.keep_states([features[layer] for layer in self.kept_layers])
-        return logits
+        real = self.slots.real
+        return logits if real is None or columns is not None else Listed(logits, real)
 
     def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""
@@ -229,10 +252,12 @@ class CachedLM(CachedRows):
         # table.
         return (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
 
-    def verify(self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None) -> Tensor:
+    def verify(
+        self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None
+    ) -> Tensor | Listed:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
-        [B, N+1, V]. counts: int [B], how many of these tokens each row feeds, 0 for none; one row
-        feeds some. None: its draft."""
+        [B, N+1, V], or those of the tokens that were fed. counts: int [B], how many of these
+        tokens each row feeds, 0 for none; one row feeds some. None: its draft."""
         counts = draft.sizes + 1 if counts is None else counts
         start = contexts.lengths - 1
         ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
@@ -240,12 +265,12 @@ class CachedLM(CachedRows):
             self._rewind(self.states, start, settle=True)
             counts = None  # the rule says how far each row goes back
         if draft.is_chain:
-            return self.forward(ids, start, counts=counts)
+            return self.feed(ids, start, counts=counts)
         # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        return self.forward(ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors)
+        return self.feed(ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].

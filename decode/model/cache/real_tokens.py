@@ -3,6 +3,8 @@
 Shapes: B rows, n columns, T tokens of the list.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -53,3 +55,19 @@ class RealTokens:
         last = np.maximum(self.counts - 1, 0)[:, None]
         places = self.bounds[:-1, None] + np.minimum(np.arange(self.width), last)
         return to_device(np.minimum(places, len(self) - 1), self._device)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Values of the tokens of a list, [1, T, …], in the place of [B, n, …] with padding."""
+
+    values: Tensor
+    real: RealTokens
+
+    def padded(self) -> Tensor:
+        """[B, n, …]; see `RealTokens.padded`."""
+        return self.real.padded(self.values)
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, n, …']: what a function makes of the values [T, …], one for each token."""
+        return self.real.padded(function(self.values[0])[None])

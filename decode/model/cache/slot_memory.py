@@ -67,9 +67,11 @@ class SlotMemory:
         every = [x[:, rows] for x in self._tensors]
         return {layer: every[tensor][index] for layer, (tensor, index) in self._index.items()}
 
-    def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
+    def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots, each of a row to another slot of that row: int64 [T] each. No target is read
+        after it was written."""
         for x in self._tensors:
-            rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
+            rows, source, target = (y.to(x.device) for y in (rows, sources, targets))
             x[:, rows, :, target] = x[:, rows, :, source]
 
     def keep_rows(self, rows: np.ndarray, written: np.ndarray) -> None:

@@ -210,6 +210,11 @@ class Slots(FedRows):
             first_B1 = to_device(start, self.device)[:, None]
             window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
+    @property
+    def real(self) -> RealTokens | None:
+        """The list of tokens that was placed last. None: all tokens of all rows."""
+        return self._window.real
+
     def wrote(self, ends: np.ndarray | int) -> None:
         """The fed rows may have written the slots below these, int or int [B]. What writes into the
         layers without `place` must call it."""
@@ -294,13 +299,12 @@ class Slots(FedRows):
         misplaced = (columns_BM != columns_M) & (columns_M < counts[:, None])
         if not misplaced.any():
             return
-        columns_BM = columns_BM[:, : int(np.flatnonzero(misplaced.any(0))[-1]) + 1]
-        first_B1 = to_device(start, self.device)[:, None]
-        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
-        source_BM = first_B1 + to_device(columns_BM, self.device)
-        target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
+        rows, targets = misplaced.nonzero()
+        sources = columns_BM[rows, targets]
+        where = (rows, start[rows] + sources, start[rows] + targets)
+        rows_T, source_T, target_T = (to_device(x, self.device) for x in where)
         for store in self._stores:
-            store.move(rows_B1, source_BM, target_BM)
+            store.move(rows_T, source_T, target_T)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'] on the host, in this order. A row that is named again is

@@ -118,6 +118,7 @@ class LeanForward(PackedLayer):
         captured_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """Feed tokens. Returns the logits, and the hidden states of captured layers, [B, n, H].
+        Logits of all columns are those of the list of real tokens, [1, T, V], if there is one.
 
         ids: int64 [B, n]. positions: int64 [B, n] or [1, n]. masks, slots: one per layer. columns:
         int64 [B, k], the only columns of each row that get logits, [B, k, V].
@@ -148,7 +149,7 @@ class LeanForward(PackedLayer):
         else:
             states = columns_of(states, columns)
         logits = self.read_out(states if FINAL in captured_layers else self.norm(states))
-        return real.padded(logits) if real is not None and columns is None else logits, features
+        return logits, features
 
     def _one_by_one(
         self,

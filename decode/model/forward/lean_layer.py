@@ -38,10 +38,10 @@ class LeanLayer(nn.Module):
         states."""
         if self.few_rows is not None and rotation is not None and isinstance(attend, SlotAttention):
             mask, slots = attend.mask, attend.slots
-            if FewRowsPass.fits(states, [rotation], [mask], [slots]):
+            if FewRowsPass.fits(states, [rotation], [mask], [slots], slots.real):
                 states = states.contiguous()
                 read = None if attention_input is None else attention_input.contiguous()
-                alone = FewRowsPass(states, [self.few_rows])
+                alone = FewRowsPass(states, [self.few_rows], slots.real)
                 return alone.run(self.few_rows, states, rotation, mask, slots, attention_input=read)
         return self.feed_forward(self.attention(states, rotation, attend, attention_input))
 
