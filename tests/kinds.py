@@ -5,7 +5,7 @@ It is made from the registries and from `draftsmith/export/formats/readers.py`.
 
 from decode.drafters import DRAFTERS
 from draftsmith.export.formats import FORMATS
-from draftsmith.export.formats.readers import KNOWN, READERS
+from draftsmith.export.formats.readers import KNOWN, READERS, up_to
 from heads.kinds import HEADS
 from tests.imports import ROOT
 from tests.markdown import table
@@ -41,7 +41,8 @@ def _engines(kind: str) -> tuple[str, str]:
         if kind in FORMATS[layout].kinds:
             for engine, reads in READERS[layout].items():
                 if engine != NO_ENGINE:
-                    (ran if reads.ran else never).add(KNOWN[engine].title)
+                    title = KNOWN[engine].title + up_to(layout, engine)
+                    (ran if reads.ran else never).add(title)
     names = [", ".join(sorted(engines)) for engines in (ran, never - ran)]
     first, second = (text or "–" for text in names)
     return first, second

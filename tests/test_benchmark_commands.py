@@ -5,21 +5,30 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.shared.decode_contestants import NAMES
 from benchmarks.speculators import missing_library
-from tests.export import require_environment
+from tests.export import SHAPE, needs, require_environment
 from tests.reference import ROOT
+from tests.test_target import write_gguf
 from tests.tiny import save_tiny
+from train.engines.child_process import python_of
 
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 TINY = ["--target", "TINY", "--dtype", "float32"]
-# By command: the options of the shortest run. TINY: a target. DRAFTER: a smaller one.
+# By command: the options of the shortest run. TINY: a target. GGUF: the same as a file, which
+# llama.cpp needs. DRAFTER: a smaller one.
 SMALL = {
-    "decode": [*TINY, "--quick", "--drafter", "DRAFTER"],
+    "decode": [
+        *("--target", "GGUF", "--dtype", "float32", "--quick"),
+        *("--drafter", "DRAFTER", "--heads", "ngram"),
+    ],
     "drafters": [*TINY, "--quick", "--minutes", "0"],
     "structured": [*TINY, "--quick", "--prompts", "1", "--drafter", "grammar+ngram"],
     "serve": [*TINY, "--quick", "--clients", "1"],
@@ -71,22 +80,73 @@ def test_a_page_says_where_a_command_is_that_is_gone() -> None:
             assert "#answered-once" in near, f"{page}: {name} has no tag"
 
 
+Figures = Mapping[str, Any]
+
+
+@pytest.fixture(scope="module")
+def figures_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Figures]:
+    """Runs a command in its smallest form, once with the same options, and returns its figures."""
+
+    @cache
+    def run(name: str, *more: str) -> Figures:
+        place = tmp_path_factory.mktemp(name)
+        places = {"TINY": place / "target", "DRAFTER": place / "drafter", "GGUF": place / "t.gguf"}
+        save_tiny(places["TINY"], max_positions=512, **SHAPE)
+        save_tiny(places["DRAFTER"], layers=1, max_positions=512, **SHAPE)
+        write_gguf(places["GGUF"], max_positions=512, **SHAPE)
+        options = [str(places.get(word, word)) for word in (*SMALL[name], *more)]
+        file = place / "figures.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(file)]
+        code = ROOT / "benchmarks" / name
+        source = code / "__main__.py" if code.is_dir() else code.with_suffix(".py")
+        if "RunsOption" in source.read_text(encoding="utf-8"):
+            command += ["--runs", str(place / "runs")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        figures: Figures = json.loads(file.read_text(encoding="utf-8"))
+        return figures
+
+    return run
+
+
+def left_out(figures: Figures) -> dict[str, str]:
+    """The contestants that took part in no setting of a command, with the first reason."""
+    contests = figures.get("contests", [])
+    took_part = {name for contest in contests for name in contest["contestants"]}
+    reasons: dict[str, str] = {}
+    for one in (figures, *contests):
+        reasons = one.get("unable", {}) | reasons
+    return {name: why for name, why in reasons.items() if name not in took_part}
+
+
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SMALL)
-def test_a_command_runs_in_its_smallest_form(name: str, tmp_path: Path) -> None:
+def test_a_command_runs_in_its_smallest_form(name: str, figures_of: Callable[..., Figures]) -> None:
     if name in MISSING:
         require_environment(MISSING[name](), "make test-thorough")
-    places = {"TINY": tmp_path / "target", "DRAFTER": tmp_path / "drafter"}
-    save_tiny(places["TINY"], max_positions=512)
-    save_tiny(places["DRAFTER"], layers=1, max_positions=512)
-    options = [str(places.get(word, word)) for word in SMALL[name]]
-    file = tmp_path / "figures.json"
-    command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(file)]
-    place = ROOT / "benchmarks" / name
-    source = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
-    if "RunsOption" in source.read_text(encoding="utf-8"):
-        command += ["--runs", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert json.loads(file.read_text(encoding="utf-8"))
+    figures = figures_of(name)
+    assert figures
+    assert {why for why in left_out(figures).values() if "not installed" not in why} == set()
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("engine", "name"), [("llama-server", "llama"), ("openvino", "openvino")])
+def test_an_engine_takes_part_in_the_smallest_form(
+    engine: str, name: str, figures_of: Callable[..., Figures]
+) -> None:
+    needs(engine)
+    greedy = figures_of("decode")["contests"][0]["contestants"]
+    theirs = {one for one in NAMES if one.startswith(name)}
+    assert theirs <= set(greedy)
+    # Weights in fewer bits make another model.
+    assert all(greedy[one]["equal_within_rounding"] == 1 for one in theirs if "_q" not in one)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+def test_vllm_takes_part_in_the_smallest_form(figures_of: Callable[..., Figures]) -> None:
+    needs("vllm")
+    rows = figures_of("structured", "--engine-python", str(python_of("vllm")))["vllm"]
+    assert rows[-1]["kind"] == "all"

@@ -350,6 +350,13 @@ def test_weights_of_other_parts_may_be_left_over(copy: Path) -> None:
     assert load_target(str(copy)).model.config.num_hidden_layers == 2
 
 
+@pytest.mark.parametrize("name", ["model.final_norm.weight", "proj.weight", "model.scale"])
+def test_a_layer_beside_those_of_the_model_may_not(name: str, copy: Path) -> None:
+    add_weights(copy, name)
+    with pytest.raises(UserError, match=rf"hold 1 weights .*{name} \(Llama\w+ has no \w+"):
+        load_target(str(copy))
+
+
 def test_a_quantised_checkpoint_has_up_to_eight_parameters_a_byte(copy: Path) -> None:
     quantised = {"quant_method": "awq", "bits": 4, "group_size": 32}
     edit_json(copy / "config.json", quantization_config=quantised)
@@ -362,6 +369,10 @@ def test_a_quantised_checkpoint_has_up_to_eight_parameters_a_byte(copy: Path) ->
 
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0} | {
+    "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 4,
+}
 
 
 @pytest.mark.parametrize(
@@ -371,10 +382,12 @@ ROPE = {"rope_type": "default", "rope_theta": 1e4}
         ({"some_threshold": float("inf")}, "some_threshold is inf"),
         ({"anything": {"in": [1, [2], float("nan")]}}, r"anything.in\[\] is nan"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06 .*expected 0 or more"),
-        ({"max_position_embeddings": -1}, "max_position_embeddings is -1 .* above 0"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1 .* 2 or more"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings is 1 .* 2 or more"),
         ({"num_key_value_heads": -2}, "num_key_value_heads is -2"),
         ({"rope_parameters": ROPE | {"rope_theta": 0}}, "rope_parameters.rope_theta is 0"),
         ({"rope_parameters": ROPE | {"rope_type": "linear", "factor": -2.0}}, "factor is -2.0"),
+        ({"rope_parameters": LONG_ROPE | {"long_factor": [2.0] * 3}}, "have 4 and 3 numbers"),
         ({"num_local_experts": 4, "num_experts_per_tok": 10**7}, "4 experts; expected 1 to 4"),
     ],
 )

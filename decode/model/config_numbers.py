@@ -14,7 +14,9 @@ from decode.base.errors import UserError
 LIMIT = "limit"
 # What a number must be where its key says so. The parts for images and sound, which do not run, and
 # for quantisers have other habits: `group_size: -1` of GPTQ is one group a row.
-ABOVE_0 = re.compile(r"theta$|_position_embeddings$|^n_positions$|^max_.*positions$")
+ABOVE_0 = re.compile(r"theta$|_position_embeddings$|^max_.*positions$")
+# A text is a token and one more.
+ABOVE_1 = re.compile(r"^(max_position_embedding|n_position)s$")
 NOT_BELOW_0 = re.compile(r"^(num|max|n)_|(^|_)(size|dim|heads|rank|window|eps|epsilon)$")
 ROPE = "rope_parameters"
 OTHERS = {"vision_config", "audio_config", "quantization_config", "compression_config"}
@@ -26,7 +28,8 @@ CHOSEN = re.compile(r"experts_per_tok(en)?$|^moe_top_?k$|^top_k_experts$")
 
 def require_sound_numbers(source: str, config: Any) -> None:
     """Raise UserError for a number of a config of transformers that is not finite, has a sign that
-    its key excludes, or chooses more experts than there are."""
+    its key excludes, for factors of rotary positions that do not fit each other, or if it chooses
+    more experts than there are."""
     for key, value, holders in _numbers(config.to_dict(), ()):
         rope = ROPE in holders
         unbounded = isinstance(value, float) and not math.isfinite(value)
@@ -34,6 +37,8 @@ def require_sound_numbers(source: str, config: Any) -> None:
             wanted = "a finite number"
         elif OTHERS & {*holders}:
             continue
+        elif value <= 1 and ABOVE_1.search(key):
+            wanted = "2 or more"
         elif value <= 0 and (ABOVE_0.search(key) or (rope and "factor" in key)):
             wanted = "a number above 0"
         elif value < 0 and (rope or NOT_BELOW_0.search(key)):
@@ -44,6 +49,14 @@ def require_sound_numbers(source: str, config: Any) -> None:
             f"{'.'.join((*holders, key))} is {value} in the config of {source}, expected {wanted}; "
             "correct it, or get the file again"
         )
+    for kind in rope_kinds(config.get_text_config()):
+        short, long = (len(kind.get(f"{text}_factor") or ()) for text in ("short", "long"))
+        if kind.get("rope_type") == "longrope" and short != long:
+            raise UserError(
+                f"short_factor and long_factor have {short} and {long} numbers in the config of "
+                f"{source}, expected one each for every pair of a head's dimensions; get the file "
+                "again"
+            )
     text = config.get_text_config().to_dict()
     counts = {key: value for key, value in text.items() if isinstance(value, int)}
     experts = max((n for key, n in counts.items() if EXPERTS.search(key)), default=0)
@@ -53,6 +66,13 @@ def require_sound_numbers(source: str, config: Any) -> None:
                 f"{key} is {chosen} in the config of {source}, but a layer has {experts} experts; "
                 f"expected 1 to {experts}; correct it, or get the file again"
             )
+
+
+def rope_kinds(config: Any) -> list[Mapping[str, Any]]:
+    """The rotary positions of a (text) config: those of all layers, or of each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = all(isinstance(kind, Mapping) for kind in rope.values())
+    return list(rope.values()) if nested else [rope]
 
 
 def _numbers(

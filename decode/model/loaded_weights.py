@@ -29,7 +29,8 @@ def require_same_weights(source: str, model: Any, info: Mapping[str, Any]) -> No
 
     info: the loading info of transformers, whose `unexpected_keys` lack those that the model's
     class ignores. Weights of parts that the model does not have may be left over, such as a vision
-    tower or a module of multi-token prediction.
+    tower or a module of multi-token prediction. If there are no such parts, a single layer or
+    tensor beside those of the model may not.
     """
     if info["mismatched_keys"]:
         sizes = [
@@ -62,15 +63,23 @@ def _left_over(model: Any, unexpected: Collection[str]) -> dict[str, str]:
         parts.setdefault(name, part)
     quantised = getattr(model, "hf_quantizer", None) is not None
     ahead = {key[: key.index(PREDICTS_AHEAD)] for key in unexpected if PREDICTS_AHEAD in key}
-    found = {}
+    found, beside, apart = dict[str, str](), dict[str, str](), False
     for key in unexpected:
         path, _, name = key.rpartition(".")
         # A quantiser has tensors of its own beside a layer's.
         if TABLES.search(key) or (quantised and name not in ("weight", "bias")):
             continue
-        if not any(key.startswith(start) for start in ahead) and (why := _place(parts, path, name)):
+        if any(key.startswith(start) for start in ahead):
+            continue
+        place = path if path in parts else path.rpartition(".")[0]
+        if why := _place(parts, path, name):
             found[key] = why
-    return found
+        elif place not in parts:
+            apart = True
+        elif not any(step.isdecimal() for step in path.split(".")):
+            rest = key.removeprefix(f"{place}.")
+            beside[key] = f"{type(parts[place]).__name__} has no {rest}"
+    return found if found or apart else beside
 
 
 def _place(parts: Mapping[str, nn.Module], path: str, name: str) -> str | None:

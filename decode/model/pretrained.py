@@ -32,7 +32,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSA
 
 from decode.base.errors import UserError
 from decode.model import gguf_settings, gguf_tokenizer
-from decode.model.config_numbers import require_sound_numbers
+from decode.model.config_numbers import require_sound_numbers, rope_kinds
 from decode.model.gguf_file import read_header
 from decode.model.loaded_weights import require_same_weights
 
@@ -432,11 +432,9 @@ def longest_text(config: Any) -> int:
     would be wrong from there on, so its texts end there.
     """
     longest: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = rope.values() if all(isinstance(kind, dict) for kind in rope.values()) else [rope]
     switches = (
         kind.get("original_max_position_embeddings", longest)
-        for kind in kinds
+        for kind in rope_kinds(config)
         if kind.get("rope_type") == "longrope"
     )
     return min([longest, *switches])
