@@ -41,6 +41,16 @@ def test_vllm_reads_dspark_in_its_newer_runner_only(tmp_path: Path, target: Targ
 
 
 @pytest.mark.engine
+def test_openvino_accepts_what_we_accept(tmp_path: Path, target: Target) -> None:
+    needs("openvino")
+    make_taught(tmp_path / "drafter", target, DFLASH)
+    export_drafter(tmp_path / "drafter", "openvino", tmp_path / "out")
+    found = verify_export("openvino", task(target, tmp_path / "out"))
+    assert found.failures == []
+    assert found.theirs.accepted > 0.9 * found.theirs.drafted > 400
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("form", "reduced"),
     [

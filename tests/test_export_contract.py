@@ -93,6 +93,7 @@ UNHELD: list[tuple[dict[str, Any], str, str]] = [
     (EAGLE3, "tgi", "cannot hold a eagle3 drafter; use --format eagle3"),
     (EAGLE3, "gguf", "takes the tokenizer from the target's GGUF file"),
     (EAGLE3 | {"norm_output": True}, "gguf", "has norm_output, .* with vLLM"),
+    (EAGLE3 | {"norm_output": True}, "openvino", "has norm_output, .* serve it with vllm$"),
     (EAGLE1 | {"output_rank": 8}, "sglang", "has an output layer of its own .output_rank., but"),
     (DSPARK, "sglang", "format sglang cannot hold a dspark drafter; use --format dspark"),
     (DSPARK, "gguf", "takes the tokenizer from the target's GGUF file"),

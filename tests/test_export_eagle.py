@@ -71,3 +71,15 @@ def test_vllm_accepts_what_our_loop_accepts(
     found = verify_export("vllm", task(target, again))
     assert_same_counts(found)
     assert found.ours.accepted > 0.4 * found.ours.drafted
+
+
+@pytest.mark.engine
+def test_openvino_accepts_what_our_loop_accepts(tmp_path: Path, target: Target) -> None:
+    """Nearly all, as we do: its last draft of a text is shorter. Half, if it read the layers that
+    it takes by default."""
+    needs("openvino")
+    make_taught(tmp_path / "drafter", target, EAGLE3, reduced=True)
+    export_drafter(tmp_path / "drafter", "openvino", tmp_path / "out")
+    found = verify_export("openvino", task(target, tmp_path / "out"))
+    assert found.failures == []
+    assert found.theirs.accepted > 0.95 * found.theirs.drafted > 400

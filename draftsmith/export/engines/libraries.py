@@ -69,6 +69,7 @@ class OpenVINO(Transformers):
     """OpenVINO GenAI on the CPU. The server converts drafter and target with optimum-intel;
     float32."""
 
+    formats = ("hf", "eagle3", "dflash")
     install = "make engine-openvino"
     counting = Counting()
     name = "openvino"

@@ -80,6 +80,57 @@ def transformers_decode(
     return decode, AutoTokenizer.from_pretrained(target)
 
 
+# Architectures of exported heads, and the classes of OpenVINO's converter that read them.
+OPENVINO_HEADS = {
+    "LlamaForCausalLMEagle3": "LlamaEagle3ForCausalLM",
+    "DFlashDraftModel": "Qwen3DFlashForCausalLM",
+}
+
+
+def openvino_converted(source: str, directory: Path, target: str) -> str:
+    """Write a model, or heads on `target`, in OpenVINO's format with the target's tokenizer, and
+    return the directory."""
+    import openvino
+    from openvino_tokenizers import convert_tokenizer
+    from optimum.exporters.openvino import export_from_model, model_patcher
+    from optimum.intel import OVModelForCausalLM
+    from transformers import AutoConfig, AutoTokenizer
+
+    (architecture,) = AutoConfig.from_pretrained(source).architectures
+    if architecture in OPENVINO_HEADS:
+        reader = getattr(model_patcher, OPENVINO_HEADS[architecture])
+        # A class of this module: of one of optimum's the converter asks what it wraps.
+        heads = type("Heads", (reader,), {}).from_pretrained(source, dtype="float32")
+        heads.config.architectures = [architecture]
+        export_from_model(heads, output=directory, task="text-generation-with-past")
+    else:
+        model = OVModelForCausalLM.from_pretrained(
+            source, export=True, compile=False, load_in_8bit=False, dtype="float32"
+        )
+        model.save_pretrained(directory)
+    if architecture == "LlamaForCausalLMEagle3":
+        openvino_name_layers(directory, AutoConfig.from_pretrained(target).num_hidden_layers)
+    parts = convert_tokenizer(AutoTokenizer.from_pretrained(target), with_detokenizer=True)
+    for part, what in zip(parts, ("tokenizer", "detokenizer"), strict=True):
+        openvino.save_model(part, directory / f"openvino_{what}.xml")
+    return str(directory)
+
+
+def openvino_name_layers(directory: Path, layers: int) -> None:
+    """Write the target's layers whose outputs EAGLE-3 reads into a converted model. Without them
+    OpenVINO takes the outputs of 2, n // 2 and n − 3, of which other engines take the inputs."""
+    import openvino
+
+    config = json.loads((directory / "config.json").read_text("utf-8"))
+    inputs = config.get("eagle_aux_hidden_state_layer_ids", (2, layers // 2, layers - 3))
+    core = openvino.Core()
+    core.set_property({"ENABLE_MMAP": False})  # the file is written again
+    file = directory / "openvino_model.xml"
+    model = core.read_model(file)
+    model.set_rt_info([number - 1 for number in inputs], "hidden_layers_list")
+    openvino.save_model(model, file, compress_to_fp16=False)
+
+
 def openvino_decode(
     target: str, drafter: str, gamma: int, ends: list[int], counts: Counts
 ) -> tuple[Decode, Any]:
@@ -87,30 +138,20 @@ def openvino_decode(
     import numpy as np
     import openvino
     import openvino_genai
-    from openvino_tokenizers import convert_tokenizer
-    from optimum.intel import OVModelForCausalLM
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
-    converted = Path(tempfile.mkdtemp())
-    precision = {"INFERENCE_PRECISION_HINT": "f32"}
-    for name, source in (("target", target), ("drafter", drafter)):
-        if Path(source).exists():
-            model = OVModelForCausalLM.from_pretrained(
-                source, export=True, compile=False, load_in_8bit=False, dtype="float32"
-            )
-            model.save_pretrained(converted / name)
-            parts = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
-            for part, what in zip(parts, ("tokenizer", "detokenizer"), strict=True):
-                openvino.save_model(part, converted / name / f"openvino_{what}.xml")
+    place = Path(tempfile.mkdtemp())
+    precision = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    converted = openvino_converted(target, place / "target", target)
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size, scheduling.enable_prefix_caching = 1, False
     options: dict[str, Any] = {"prompt_lookup": True} if drafter == "lookup" else {}
-    if (converted / "drafter").exists():
-        draft = openvino_genai.draft_model(str(converted / "drafter"), "CPU", **precision)
-        options = {"draft_model": draft}
+    if Path(drafter).exists():
+        heads = openvino_converted(drafter, place / "drafter", target)
+        options = {"draft_model": openvino_genai.draft_model(heads, "CPU", **precision)}
     pipeline = openvino_genai.LLMPipeline(
-        str(converted / "target"), "CPU", scheduler_config=scheduling, **precision, **options
+        converted, "CPU", scheduler_config=scheduling, **precision, **options
     )
 
     def decode(prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
@@ -128,8 +169,10 @@ def openvino_decode(
         tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
         result = pipeline.generate(openvino_genai.TokenizedInputs(*tensors), settings)
         if options:
-            counts[0] += result.extended_perf_metrics.get_num_draft_tokens()
-            counts[1] += result.extended_perf_metrics.get_num_accepted_tokens()
+            found = result.extended_perf_metrics
+            # The first says 0 of DFlash's drafts.
+            counts[0] += found.get_num_draft_tokens() or found.get_num_draft_processed_tokens()
+            counts[1] += found.get_num_accepted_tokens()
         return list(result.tokens[0])
 
     return decode, tokenizer

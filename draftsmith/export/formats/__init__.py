@@ -267,9 +267,10 @@ def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
             )
     used = [option for option in layout.unread.get(name, ()) if getattr(drafter.options, option)]
     if used:
+        fitting = [x for x in layout.engines if not {*used} & {*layout.unread.get(x, ())}]
         raise UserError(
             f"{drafter} has {' and '.join(used)}, which {name} does not read; train it without, or "
-            f"serve it with {' or '.join(other for other in layout.engines if other != name)}"
+            f"serve it with {' or '.join(fitting)}"
         )
     _require_window(layout, drafter)
 

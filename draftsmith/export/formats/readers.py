@@ -61,6 +61,9 @@ READERS: dict[str, dict[str, Reads]] = {
     "eagle3": {
         "vllm": Reads("0.32", ran="0.32"),
         "sglang": Reads("0.5.23", note="not the norms of EAGLE-3.1"),
+        "openvino": Reads(
+            "2026.4", note="not the norms of EAGLE-3.1; told the layers", ran="2026.4"
+        ),
     },
     "eagle3-gguf": {"llama-server": Reads("11434", ran="11434")},
     "dflash-gguf": {"llama-server": Reads("11434", ran="11434")},
@@ -69,7 +72,11 @@ READERS: dict[str, dict[str, Reads]] = {
     "speculators": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
     "p_eagle": {"vllm": Reads("0.32", ran="0.32")},
     "speculators-peagle": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
-    "dflash": {"vllm": Reads("0.32", ran="0.32"), "sglang": Reads("0.5.23", note="not on a CPU")},
+    "dflash": {
+        "vllm": Reads("0.32", ran="0.32"),
+        "sglang": Reads("0.5.23", note="not on a CPU"),
+        "openvino": Reads("2026.4", ran="2026.4"),
+    },
     "speculators-dflash": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
     "dspark": {"vllm": Reads("0.32", note=_GPU)},
     "speculators-dspark": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
