@@ -1,5 +1,6 @@
 """Who may call a server: hosts, origins, content types and keys."""
 
+import hmac
 import json
 from base64 import b64encode
 from urllib.parse import quote
@@ -90,3 +91,14 @@ def test_an_admin_key_is_seen_wherever_it_is_sent(key: str) -> None:
     for other in (f"Bearer {key}s", f"Bearer my-{key}", f"{key}-2", f"{key}_2", f"1{key}"):
         assert not guard.shows_admin_key([other.encode()])
     assert not Guard().shows_admin_key([b"", key.encode()])
+
+
+@pytest.mark.parametrize("key", ["secret", "c2Vj==", "=a"])
+@pytest.mark.parametrize("sent", [b"," * 9999, b"%2C" * 3333, b"a-," * 3333, b"=" * 9999])
+def test_no_header_is_compared_at_each_of_its_signs(
+    key: str, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[bytes] = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(one))
+    assert not Guard(admin_key=key).shows_admin_key([sent])
+    assert not compared
