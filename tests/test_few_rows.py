@@ -131,7 +131,7 @@ def test_weights_in_12_bits_have_the_bits_of_plain_ones(
     any_bits = torch.randint(-(2**15), 2**15, words.shape).to(torch.int16)
     words = torch.where(torch.rand(words.shape) < others, any_bits, words)
     blocks = few_rows.packed_blocks(words.view(torch.bfloat16))
-    can = bool(few_rows._more_flags(few_rows.NUMBERS[torch.bfloat16]))
+    can = hasattr(few_rows.library(torch.bfloat16), "pack_twelve_bits")
     assert (blocks.form == few_rows.TWELVE) == (can and packs)
     found = unpacked(blocks, torch.bfloat16).contiguous()
     assert torch.equal(found.view(torch.int16), words)

@@ -106,6 +106,7 @@ NUMBERS = {
         ),
         outputs=16,
         needs=frozenset({"avx2", "fma", "f16c"}),
+        uses=frozenset((f"avx512{x}", f"-mavx512{x}") for x in ("f", "bw", "dq", "vl")),
     ),
 }
 
@@ -141,7 +142,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size]
-    if _more_flags(numbers):
+    if hasattr(found, "pack_twelve_bits"):
         found.pack_twelve_bits.argtypes = [pointer] + [size] * 3 + [pointer]
         found.pack_twelve_bits.restype = size
         found.unpack_twelve_bits.argtypes = [pointer] + [size] * 2 + [pointer]
@@ -260,8 +261,9 @@ def _in_twelve_bits(blocks: Tensor) -> Blocks | None:
     """Plain blocks in bfloat16 [blocks, in / 2, outputs, 2] in 12 bits. None if the processor lacks
     the instructions, or if the list of bytes without a code takes most of what that saves."""
     (count, pairs), found = blocks.shape[:2], library(torch.bfloat16)
-    if found is None or not _more_flags(NUMBERS[torch.bfloat16]) or pairs % 2:
+    if not hasattr(found, "pack_twelve_bits") or pairs % 2:
         return None
+    assert found is not None
     blocks, size = blocks.contiguous(), 2 * pairs
     head = found.pack_twelve_bits(blocks.data_ptr(), count, size, 0, None)
     if head > 8 * size:

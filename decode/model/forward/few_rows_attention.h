@@ -47,14 +47,20 @@ struct Query {
   float top, total;
 };
 
-// Scores of the slots from `begin` to `end`, and hidden ones up to a multiple of WIDTH.
+// Scores of the slots from `begin` to `end`, and hidden ones up to a multiple of WIDTH. first: whether no
+// other queries did it before. Then values are asked for, and come while keys are multiplied.
 template <int Q>
-void score(Query* queries, const Cache& cache, int64_t begin, int64_t end, float scale) {
+void score(Query* queries, const Cache& cache, int64_t begin, int64_t end, float scale, bool first) {
   const Number* numbers[Q];
   for (int j = 0; j < Q; j++) numbers[j] = queries[j].numbers;
   for (int64_t s = begin; s < end; s += WIDTH) {
     const Number* keys[WIDTH];
-    for (int k = 0; k < WIDTH; k++) keys[k] = cache.key(std::min(s + k, end - 1));
+    for (int k = 0; k < WIDTH; k++) {
+      const int64_t slot = std::min(s + k, end - 1);
+      keys[k] = cache.key(slot);
+      for (int64_t c = 0; first && c < cache.size; c += 64 / sizeof(Number))
+        _mm_prefetch((const char*)(cache.value(slot) + c), _MM_HINT_T1);
+    }
     Floats found[Q];
     dots<Q>(numbers, keys, cache.size, found);
     for (int j = 0; j < Q; j++) {
@@ -142,13 +148,9 @@ inline void attend(std::vector<Query>& queries, const Cache& cache, int64_t begi
                    float scale) {
   for (int64_t s = begin; s < end; s += TILE) {
     const int64_t last = std::min(s + TILE, end);
-    // Their values come from memory while the keys are multiplied.
-    for (int64_t k = s; k < last; k++)
-      for (int64_t c = 0; c < cache.size; c += 64 / sizeof(Number))
-        _mm_prefetch((const char*)(cache.value(k) + c), _MM_HINT_T1);
     in_groups(queries, [&](auto count, Query* some) {
       for (int j = 0; j < count; j++) some[j].scores += s - begin;
-      score<count>(some, cache, s, last, scale);
+      score<count>(some, cache, s, last, scale, some == queries.data());
       for (int j = 0; j < count; j++) some[j].scores -= s - begin;
     });
   }

@@ -1,4 +1,4 @@
-// States in float32, with AVX2.
+// States in float32, with AVX2. Products also with AVX-512: half of the instructions, the same sums.
 //
 // Packed weights: [out / 16][in][16] in float32. Or, where every weight is a number of bfloat16,
 // [out / 16][in][8][2] in bfloat16: output i beside output i + 8, so that a shift and a mask make
@@ -7,7 +7,11 @@
 
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
-constexpr int MOST = 6;   // rows whose sums fit into registers
+#ifdef __AVX512F__
+constexpr int MOST = 8;  // rows of one turn: more would gain nothing and take long to compile
+#else
+constexpr int MOST = 6;  // rows whose sums fit into registers
+#endif
 typedef float Floats __attribute__((vector_size(32)));
 
 constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
@@ -15,6 +19,47 @@ constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
 // How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1. For one or
 // two rows several blocks are read at once, and the processor finds their way into L2 itself.
 constexpr int FAR = 6144, NEAR = 1024;
+
+// 16 numbers: the outputs of a block for one input.
+#ifdef __AVX512F__
+using Sixteen = __m512;
+inline Sixteen of_floats(const float* p) { return _mm512_loadu_ps(p); }
+inline Sixteen of_small_floats(const char* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Sixteen of_bytes(__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); }
+// Of outputs side by side with those 8 later.
+inline Sixteen of_halves(__m256i x) {
+  const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  return _mm512_castsi512_ps(_mm512_permutexvar_epi32(order, _mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)));
+}
+inline Sixteen times(Sixteen x, Sixteen y) { return _mm512_mul_ps(x, y); }
+inline Sixteen times_and(Sixteen x, Sixteen y, Sixteen z) { return _mm512_fmadd_ps(x, y, z); }
+inline void add_product(Sixteen& sum, Sixteen x, const float* y) { sum = _mm512_fmadd_ps(x, _mm512_set1_ps(*y), sum); }
+inline void store_sixteen(float* y, Sixteen x) { _mm512_storeu_ps(y, x); }
+#else
+struct Sixteen {
+  __m256 low, high;
+};
+inline Sixteen of_floats(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline Sixteen of_small_floats(const char* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+inline __m256 of_eight_bytes(__m128i x) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)); }
+inline Sixteen of_bytes(__m128i x) { return {of_eight_bytes(x), of_eight_bytes(_mm_unpackhi_epi64(x, x))}; }
+// Of outputs side by side with those 8 later.
+inline Sixteen of_halves(__m256i x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000))))};
+}
+inline Sixteen times(Sixteen x, Sixteen y) { return {_mm256_mul_ps(x.low, y.low), _mm256_mul_ps(x.high, y.high)}; }
+inline Sixteen times_and(Sixteen x, Sixteen y, Sixteen z) {
+  return {_mm256_fmadd_ps(x.low, y.low, z.low), _mm256_fmadd_ps(x.high, y.high, z.high)};
+}
+inline void add_product(Sixteen& sum, Sixteen x, const float* y) {
+  const __m256 row = _mm256_broadcast_ss(y);
+  sum = times_and(x, {row, row}, sum);
+}
+inline void store_sixteen(float* y, Sixteen x) { _mm256_storeu_ps(y, x.low), _mm256_storeu_ps(y + 8, x.high); }
+#endif
 
 #include "few_rows_own_forms.h"
 
@@ -83,57 +128,29 @@ inline void dots(const Number* const* queries, const Number* const* keys, int64_
   for (int j = 0; j < Q; j++) y[j] = (Floats)_mm256_set_m128(found[1][j], found[0][j]);
 }
 
-// 8 weights in bytes.
-inline __m256 numbers_of(const char* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
-}
-
 template <int N, int M, int FORM>
 inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
-  __m256 low[M][N], high[M][N];
-#pragma GCC unroll 4
-  for (int m = 0; m < M; m++)
-#pragma GCC unroll 6
-    for (int j = 0; j < N; j++) low[m][j] = high[m][j] = _mm256_setzero_ps();
-  const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+  Sixteen found[M][N] = {};
   for (int64_t k = 0; k < in; k++)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       const char* p = weights[m] + k * (FORM == BYTES ? 16 : FORM == HALF ? 32 : 64);
-      __m256 first, second;
-      if constexpr (FORM == BYTES) {
-        first = numbers_of(p);
-        second = numbers_of(p + 8);
-      } else if constexpr (FORM == HALF) {
-        __m256i both = _mm256_loadu_si256((const __m256i*)p);
-        first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-        second = _mm256_castsi256_ps(_mm256_and_si256(both, upper));
-      } else {
-        first = _mm256_loadu_ps((const float*)p);
-        second = _mm256_loadu_ps((const float*)p + 8);
-      }
+      const Sixteen some = FORM == BYTES  ? of_bytes(_mm_loadu_si128((const __m128i*)p))
+                           : FORM == HALF ? of_halves(_mm256_loadu_si256((const __m256i*)p))
+                                          : of_floats((const float*)p);
       if (FORM == WHOLE || k % 2 == 0) {  // once a cache line
         if (N > 2) _mm_prefetch(p + FAR, _MM_HINT_T1);
         _mm_prefetch(p + NEAR, _MM_HINT_T0);
       }
-#pragma GCC unroll 6
-      for (int j = 0; j < N; j++) {
-        __m256 row = _mm256_broadcast_ss(x + j * in + k);
-        low[m][j] = _mm256_fmadd_ps(first, row, low[m][j]);
-        high[m][j] = _mm256_fmadd_ps(second, row, high[m][j]);
-      }
+#pragma GCC unroll 12
+      for (int j = 0; j < N; j++) add_product(found[m][j], some, x + j * in + k);
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
   for (int j = 0; j < N; j++)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
-      if constexpr (FORM == BYTES) {
-        const float* scales = (const float*)(weights[m] + in * 16);
-        low[m][j] = _mm256_mul_ps(low[m][j], _mm256_loadu_ps(scales));
-        high[m][j] = _mm256_mul_ps(high[m][j], _mm256_loadu_ps(scales + 8));
-      }
-      _mm256_storeu_ps(y + (j * M + m) * 16, low[m][j]);
-      _mm256_storeu_ps(y + (j * M + m) * 16 + 8, high[m][j]);
+      if constexpr (FORM == BYTES) found[m][j] = times(found[m][j], of_floats((const float*)(weights[m] + in * 16)));
+      store_sixteen(y + (j * M + m) * 16, found[m][j]);
     }
 }
 
@@ -145,10 +162,12 @@ inline void sums(const char* const* weights, int form, const Number* x, int64_t 
     case BYTES: return sums_in<N, M, BYTES>(weights, x, in, y);
     case HALF: return sums_in<N, M, HALF>(weights, x, in, y);
     case WHOLE: return sums_in<N, M, WHOLE>(weights, x, in, y);
-#define SUMS(FORM)                                                       \
-  case FORM:                                                             \
-    if constexpr (M <= together(N, FORM)) return sums_of_codes<N, M, FORM>(weights, x, in, y, kept); \
-    break;
+#define SUMS(FORM)                                                                          \
+  case FORM:                                                                                \
+    if constexpr (M == 1 && 2 * N >= MOST) /* rows are shared out evenly */                 \
+      if (kept) return sums_of_codes<N, M, FORM, true>(weights, x, in, y, kept);            \
+    if constexpr (M <= together(N, FORM)) sums_of_codes<N, M, FORM, false>(weights, x, in, y, kept); \
+    return;
     EVERY_OWN_FORM(SUMS)
 #undef SUMS
   }
