@@ -12,11 +12,12 @@ from decode.verification import Verification
 INSTANT = 1e-9
 # Of the curve of passes: where it may bend, what a pass's weight is after one more, the share of a
 # pass's change that applies to all of them, and what is added where nothing tells parts apart.
-# It is fitted again after so many passes, and after each of the early ones.
+# It is fitted again after so many passes, and after each of the early ones. Of the others, times are
+# read in one of so many: a policy's own time counts too.
 _KNOTS = np.array([0.0, 4.0, 8.0, 16.0, 32.0, 64.0])
 _PARTS = len(_KNOTS) + 1
-FADES, LEVEL, RIDGE = 0.98, 0.1, 1e-9
-EARLY, REFITTED = 16, 4
+FADES, LEVEL, RIDGE = 0.96, 0.2, 1e-9
+EARLY, REFITTED, READ = 32, 4, 3
 
 
 @POLICIES.register("cost_model")
@@ -70,6 +71,7 @@ class CostModel(Policy):
         # Of drafts: positions that were allowed, and tokens that were fed for them.
         self._allowed, self._fed = 1.0, 1.0
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
+        self._steps = 0
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
         self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
@@ -145,7 +147,10 @@ class CostModel(Policy):
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.mean())
-        more = self._see_pass(verification)
+        self._steps += 1
+        probes = bool(self._waited and verification.draft_steps)
+        timed = probes or self._steps < EARLY or not self._steps % READ
+        more = self._see_pass(verification) if timed else 0.0
         faded = self.memory**emitted
         self._accepted *= faded
         self._tried *= faded
@@ -159,7 +164,8 @@ class CostModel(Policy):
         asked = np.minimum(verification.depths, verification.draft_steps).sum()
         self._allowed = faded * self._allowed + float(asked)
         self._fed = faded * self._fed + verification.fed - len(verification.rows)
-        self._see_draft(verification.draft_s + more, verification.draft_steps)
+        if timed:
+            self._see_draft(verification.draft_s + more, verification.draft_steps)
         self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
         self._waited, self._new_text = 0.0, False
 
@@ -298,4 +304,4 @@ def _curve(tokens: np.ndarray) -> np.ndarray:
 
 def _clipped(ratio: float) -> float:
     """Limit the effect of one pass: other work may have delayed it."""
-    return float(np.clip(ratio, 0.5, 2.0))
+    return min(max(ratio, 0.5), 2.0)
