@@ -12,8 +12,8 @@ from decode.verification import Verification
 INSTANT = 1e-9
 # Of the curve of passes: where it may bend, what a pass's weight is after one more, the share of a
 # pass's change that applies to all of them, and what is added where nothing tells parts apart.
-# It is fitted again after so many passes, and after each of the early ones. Of the others, times are
-# read in one of so many: a policy's own time counts too.
+# It is fitted again after so many passes, and after each of the early ones. Of the others, times
+# are read in one of so many: a policy's own time counts too.
 _KNOTS = np.array([0.0, 4.0, 8.0, 16.0, 32.0, 64.0])
 _PARTS = len(_KNOTS) + 1
 FADES, LEVEL, RIDGE = 0.96, 0.2, 1e-9
