@@ -106,7 +106,7 @@ def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
         for token, counted in zip(tokens, mask, strict=True):
             if counted:
                 count += 1
-                right += index.continuation(1) == [token]
+                right += index.continuation(1)[0] == [token]
             index.extend([token])
     return right / count if count else 0.0
 

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from decode.drafters import DRAFTERS
+from decode.draw.mixed_sampling import combined
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.real_tokens import RealTokens
+from decode.model.cache.real_tokens import Listed, RealTokens
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
 from decode.model.hidden_states import FINAL
+from decode.rules.exact import ExactMatch
+from decode.verdict import Scores
 from tests.tiny import VOCAB, tiny_model
 
 STARTS, COUNTS = np.array([7, 30, 3, 12]), np.array([5, 0, 1, 9])
@@ -145,3 +150,23 @@ def test_a_row_that_sits_out_is_not_fed(lean: bool) -> None:
     while not decoding.finished:
         decoding.step()
     assert [decoding.outputs[row] for row in range(3)] == alone
+
+
+@pytest.mark.parametrize("temperatures", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.0, 0.7, 1.0)])
+def test_what_a_list_of_logits_emits_is_what_they_emit_with_padding(temperatures: Any) -> None:
+    """At the places of its tokens. What a rule asks for beside that is padded then."""
+    generator = torch.Generator().manual_seed(1)
+    counts = np.array([3, 1, 2])
+    real = RealTokens(counts, 3)
+    listed = Listed(torch.randn(1, 6, 40, generator=generator), real)
+    sampling = combined([Sampling(one) for one in temperatures], np.arange(3))
+    rng = CounterRNG(5, torch.arange(3))
+    numbers = None if sampling.greedy else rng.of_text(torch.arange(3).expand(3, -1))
+    few, all_ = Scores(listed, sampling), Scores(listed.padded(), sampling)
+    inside = torch.arange(3) < torch.as_tensor(counts)[:, None]
+    emitted = [x.emitted(ExactMatch().draw, numbers)[inside].tolist() for x in (few, all_)]
+    assert emitted[0] == emitted[1]
+    places = torch.tensor([[0, 2], [0, 0], [1, 0]])
+    assert torch.equal(few.peaks_at(places), all_.peaks_at(places))
+    assert torch.equal(few.logits[inside], all_.logits[inside])
+    assert torch.equal(few.raw, all_.raw)

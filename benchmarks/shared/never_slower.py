@@ -23,9 +23,9 @@ from train.data.read import Example, read_examples, spread
 
 # By --quick.
 BATCHES = {True: (1, 8), False: (1, 2, 4, 8, 16)}
-BEHIND = {True: (0, 2000), False: (0, 500, 2000, 7000)}
+BEHIND = {True: (0, 1000), False: (0, 500, 2000, 7000)}
 ROUNDS, TOKENS = {True: 2, False: 4}, {True: 32, False: 96}
-FIXED = (1, 2, 4)  # the depths of fixed drafts
+FIXED = (1, 4)  # the depths of fixed drafts
 KINDS = ("chat", "code", "noise")
 NOISE = 24  # random tokens of a question that is none
 PREFIXES = 2 << 30  # bytes; the notes before the questions are read once

@@ -1,22 +1,21 @@
 """The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
 
+from typing import Any
+
 import numpy as np
-from scipy.optimize import nnls
 
 from decode.base.errors import require_fits
-from decode.costs import Costs, draft_parts
+from decode.costs import Costs, draft_parts, extrapolated
 from decode.lengths import POLICIES, Policy
 from decode.verification import Verification
 
 # Seconds: the minimum of every measured time, because times are divided by each other.
 INSTANT = 1e-9
-# Of the curve of passes: where it may bend, what a pass's weight is after one more, the share of a
-# pass's change that applies to all of them, and what is added where nothing tells parts apart.
-# It is fitted again after so many passes, and after each of the early ones.
-_KNOTS = np.array([0.0, 4.0, 8.0, 16.0, 32.0, 64.0])
-_PARTS = len(_KNOTS) + 1
-FADES, LEVEL, RIDGE = 0.98, 0.1, 1e-9
-EARLY, REFITTED = 16, 4
+# Of the lines of passes: what a pass's weight is after one more, the share of a pass's change that
+# applies to all of them, and how far apart passes must be, in tokens², to tell of a slope.
+FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
+# Of the passes after the early ones, times are read in one of so many: a policy takes time too.
+EARLY, READ = 32, 3
 
 
 @POLICIES.register("cost_model")
@@ -70,6 +69,7 @@ class CostModel(Policy):
         # Of drafts: positions that were allowed, and tokens that were fed for them.
         self._allowed, self._fed = 1.0, 1.0
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
+        self._steps = 0
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
         self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
@@ -80,6 +80,7 @@ class CostModel(Policy):
 
     def start(self, rows: int) -> None:
         super().start(rows)
+        self._passes.rows = rows
         self._new_text, self._hopeful = True, False
 
     def use_costs(self, costs: Costs) -> None:
@@ -89,6 +90,7 @@ class CostModel(Policy):
             self._drafts.know(depth, float(costs.draft(depth)) * costs.step_s)
 
     def depths(self) -> np.ndarray:
+        self._passes.rows = self.rows
         depth = self._unknown()
         if depth is not None:
             return np.full(self.rows, depth)
@@ -145,7 +147,10 @@ class CostModel(Policy):
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.mean())
-        more = self._see_pass(verification)
+        self._steps += 1
+        probes = bool(self._waited and verification.draft_steps)
+        timed = probes or self._steps < EARLY or not self._steps % READ
+        more = self._see_pass(verification) if timed else 0.0
         faded = self.memory**emitted
         self._accepted *= faded
         self._tried *= faded
@@ -159,7 +164,8 @@ class CostModel(Policy):
         asked = np.minimum(verification.depths, verification.draft_steps).sum()
         self._allowed = faded * self._allowed + float(asked)
         self._fed = faded * self._fed + verification.fed - len(verification.rows)
-        self._see_draft(verification.draft_s + more, verification.draft_steps)
+        if timed:
+            self._see_draft(verification.draft_s + more, verification.draft_steps)
         self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
         self._waited, self._new_text = 0.0, False
 
@@ -228,30 +234,25 @@ class _DraftTimes:
 
 
 class _PassTimes:
-    """Seconds of a verification pass by the total number of tokens it is fed, over all rows.
+    """Seconds of a verification pass of some rows by the number of tokens it is fed, over all rows.
 
-    A curve that never falls and never flattens: a + b·n + Σ c·max(n − knot, 0), all parts at least
-    0, by least squares over all passes. So neighbours tell of each other, and no single pass bends
-    it: a pass is bound by the memory first and by arithmetic beyond some number of tokens. Passes
-    of long ago weigh less.
+    A line through the passes of about as many rows, by least squares of relative errors. So
+    neighbours tell of each other, and no single pass bends it. Passes of long ago weigh less. It is
+    a line because a policy asks near its own passes: a pass is bound by the memory first and by
+    arithmetic beyond some number of tokens. rows: of the passes that are seen and asked about.
     """
 
+    rows = 1
+
     def __init__(self) -> None:
+        self._known: dict[int, float] = {}  # measured before
         self._once: dict[int, float] = {}  # seen once; a cold or disturbed pass is slow
         self._seen: set[int] = set()
-        self._products, self._sums = np.zeros((_PARTS, _PARTS)), np.zeros(_PARTS)
-        self._passes = 0
-        self._parts: np.ndarray | None = None  # None: to be fitted
+        self._lines: dict[int, _Line] = {}
 
     def know(self, tokens: int, seconds: float) -> None:
-        part = _curve(np.array([float(tokens)]))[0] / max(seconds, INSTANT)
-        # Of the relative errors: a long pass is no more exact than a short one.
-        self._products += np.outer(part, part)
-        self._sums += part
+        self._known[tokens] = max(seconds, INSTANT)
         self._seen.add(tokens)
-        self._passes += 1
-        if self._passes < EARLY or not self._passes % REFITTED:
-            self._parts = None
 
     def known_beyond(self, tokens: int) -> bool:
         return max(self._seen, default=0) > tokens
@@ -263,39 +264,63 @@ class _PassTimes:
                 self._once[tokens] = seconds
                 return
             seconds = min(seconds, self._once.pop(tokens))
-        if self._seen:
-            usual = float(self._times(np.array([float(tokens)]))[0])
-            ratio = _clipped(seconds / usual)
-            seconds = usual * ratio
-            # Half of the change applies to all passes: contexts grow, and the load of the machine
-            # changes.
-            shift = ratio**LEVEL
-            self._products *= FADES / shift**2
-            self._sums *= FADES / shift
-        self.know(tokens, seconds)
+            self.know(tokens, seconds)
+        self._line().see(tokens, seconds)
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray | None:
         """float64, same shape as `tokens`: seconds; None while nothing is known."""
-        return self._times(np.asarray(tokens, dtype=np.float64)) if self._seen else None
+        if not self._seen:
+            return None
+        line = self._line()
+        return np.maximum(line.at(tokens), INSTANT)
 
-    def _times(self, tokens: np.ndarray) -> np.ndarray:
-        if self._parts is None:
-            # The least of |A x − b|² from A'A and A'b, for x ≥ 0.
-            scale = np.sqrt(np.diag(self._products)) + INSTANT
-            matrix = self._products / np.outer(scale, scale) + RIDGE * np.eye(_PARTS)
-            root = np.linalg.cholesky(matrix)
-            right = np.linalg.solve(root, self._sums / scale)
-            self._parts = nnls(root.T, right)[0] / scale
-        times: np.ndarray = np.maximum(_curve(tokens) @ self._parts, INSTANT)
-        return times
+    def _line(self) -> "_Line":
+        kind = self.rows.bit_length()
+        if kind not in self._lines:
+            known = np.array(sorted(self._known))
+            values = np.array([self._known[n] for n in known])
+            near = np.linspace(self.rows, 2 * self.rows + 4, 5)
+            line = self._lines[kind] = _Line()
+            for n, taken in zip(near, extrapolated(near, known, values), strict=True):
+                line.add(float(n), float(taken))
+            line.slope = max(line.fitted(), 0.0)
+        return self._lines[kind]
 
 
-def _curve(tokens: np.ndarray) -> np.ndarray:
-    """float64 [..., parts]: what the parts of the curve are multiplied with."""
-    beyond = np.maximum(tokens[..., None] - _KNOTS, 0.0)
-    return np.concatenate([np.ones_like(beyond[..., :1]), beyond], -1)
+class _Line:
+    """a + b·n by least squares of relative errors, from decayed sums. slope: what b is, also where
+    passes tell nothing of it."""
+
+    def __init__(self) -> None:
+        self.slope = 0.0
+        self._sums = [0.0] * 5  # of w, w·n, w·t, w·n², w·n·t
+
+    def add(self, n: float, taken: float, fade: float = 1.0) -> None:
+        w = 1 / taken**2
+        new = w, w * n, w * taken, w * n * n, w * n * taken
+        self._sums = [fade * old + one for old, one in zip(self._sums, new, strict=True)]
+
+    def fitted(self) -> float:
+        n, t, nn, nt = (x / self._sums[0] for x in self._sums[1:])
+        return (nt - n * t + DOUBT * self.slope) / (nn - n * n + DOUBT)
+
+    def see(self, n: int, taken: float) -> None:
+        usual = max(float(self.at(n)), INSTANT)
+        ratio = _clipped(taken / usual)
+        # Half of the change applies to all passes: contexts grow, and the load of the machine
+        # changes.
+        shift = ratio**LEVEL
+        w, n1, t, nn, nt = self._sums
+        self._sums = [w / shift**2, n1 / shift**2, t / shift, nn / shift**2, nt / shift]
+        self.slope *= shift
+        self.add(n, usual * ratio, FADES)
+        self.slope = max(self.fitted(), 0.0)
+
+    def at(self, tokens: Any) -> Any:
+        w, n, t, *_ = self._sums
+        return t / w + self.slope * (tokens - n / w)
 
 
 def _clipped(ratio: float) -> float:
     """Limit the effect of one pass: other work may have delayed it."""
-    return float(np.clip(ratio, 0.5, 2.0))
+    return min(max(ratio, 0.5), 2.0)

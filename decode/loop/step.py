@@ -250,10 +250,12 @@ class RunningRows:
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
         sizes = policy.fed(draft)
-        if (sizes < draft.sizes).any():
-            draft.cut(sizes)
-            depths[sizes < depths] = sizes[sizes < depths]
-        return draft
+        cut = sizes < draft.sizes
+        if not cut.any():
+            return draft
+        draft.cut(sizes)
+        depths[cut] = np.minimum(depths, sizes)[cut]
+        return draft if sizes.any() else Draft.none(len(depths), draft.tokens.device)
 
     def _rule(self) -> Rule:
         """The rule for the running rows. Exact match serves only if all are greedy."""

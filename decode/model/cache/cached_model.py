@@ -6,6 +6,7 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -152,6 +153,16 @@ class CachedLM(CachedRows):
         """Use weights that were changed in place. Cached keys and values are not computed again."""
         refresh_packed(self.forward_pass)
 
+    @overload
+    def forward(
+        self, ids_BN: Tensor, start: np.ndarray, *, listed: Literal[False] = ..., **how: Any
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, ids_BN: Tensor, start: np.ndarray, *, listed: Literal[True], **how: Any
+    ) -> Tensor | Listed: ...
+
     def forward(
         self,
         ids_BN: Tensor,
@@ -161,7 +172,8 @@ class CachedLM(CachedRows):
         counts: np.ndarray | None = None,
         depth_BN: Tensor | None = None,
         ancestors_BNM: Tensor | None = None,
-    ) -> Tensor:
+        listed: bool = False,
+    ) -> Tensor | Listed:
         """Feed n tokens per row and return their logits, in the model's dtype.
 
         start: int [B], the slot of each row's first token; all slots below it are its past.
@@ -175,29 +187,9 @@ class CachedLM(CachedRows):
             its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
             from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
             see, itself included. None: a chain.
+        listed: logits of a pass that is fed without padding have none either.
         Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
-        logits = self.feed(
-            ids_BN,
-            start,
-            columns=columns,
-            counts=counts,
-            depth_BN=depth_BN,
-            ancestors_BNM=ancestors_BNM,
-        )
-        return logits.padded() if isinstance(logits, Listed) else logits
-
-    def feed(
-        self,
-        ids_BN: Tensor,
-        start: np.ndarray,
-        *,
-        columns: np.ndarray | None = None,
-        counts: np.ndarray | None = None,
-        depth_BN: Tensor | None = None,
-        ancestors_BNM: Tensor | None = None,
-    ) -> Tensor | Listed:
-        """As `forward`, but the logits of a pass that was fed without padding have none either."""
         if ancestors_BNM is not None and not self._takes_trees:
             require_tree_masks(self)
             self._takes_trees = True
@@ -235,7 +227,9 @@ class CachedLM(CachedRows):
         if self.kept_layers:
             self.slots.keep_states([features[layer] for layer in self.kept_layers])
         real = self.slots.real
-        return logits if real is None or columns is not None else Listed(logits, real)
+        if real is None or columns is not None:
+            return logits
+        return Listed(logits, real) if listed else real.padded(logits)
 
     def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""
@@ -265,12 +259,13 @@ class CachedLM(CachedRows):
             self._rewind(self.states, start, settle=True)
             counts = None  # the rule says how far each row goes back
         if draft.is_chain:
-            return self.feed(ids, start, counts=counts)
+            return self.forward(ids, start, counts=counts, listed=True)
         # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        return self.feed(ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors)
+        tree = {"depth_BN": depth, "ancestors_BNM": ancestors}
+        return self.forward(ids, start, counts=counts, listed=True, **tree)
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
