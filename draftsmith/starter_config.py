@@ -25,7 +25,7 @@ from decode.base.paths import from_home
 from decode.base.processor import computes_bfloat16
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
-from decode.model.memory import slot_bytes
+from decode.model.memory import expanded_bytes, slot_bytes
 from heads.layers.target_layers import auxiliary_layers
 from train.data.read import Example
 from train.loop.estimates import activation_bytes, forward_bytes, optimizer_bytes
@@ -250,7 +250,8 @@ class Starter:
     def rows_together(self) -> int:
         """Answers that are generated together: their keys and values get half of what is free."""
         free = self.machine.memory - self.target_bytes
-        size = self.length * slot_bytes(self.shapes.model)
+        model = self.shapes.model
+        size = self.length * (slot_bytes(model) + expanded_bytes(model))
         return max(1, min(64, free // 2 // size))
 
     @property

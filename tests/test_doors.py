@@ -64,6 +64,7 @@ FILES = {
 WRAPPED = {
     "plain": {},
     "dynamo": {"ACCELERATE_DYNAMO_BACKEND": "EAGER"},
+    "inductor": {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
     "regions": {
         "ACCELERATE_DYNAMO_BACKEND": "EAGER",
         "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true",
@@ -180,7 +181,7 @@ CELLS = [
     # FSDP2 alone has this setting. Under DeepSpeed the forward pass has no average, and ZeRO-3 is
     # refused with dynamo.
     if (wrapped != "recomputed" or engine == "fsdp2") and (engine, kind) != ("zero3", "average")
-    if (engine, wrapped) != ("zero3", "dynamo")
+    if (engine, wrapped) != ("zero3", "dynamo") and (wrapped != "inductor" or engine == "one")
 ]
 
 

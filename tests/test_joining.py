@@ -26,7 +26,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward.prepare_model import prepare
 from decode.model.hidden_states import FINAL
-from decode.model.memory import slot_bytes
+from decode.model.memory import expanded_bytes, slot_bytes
 from decode.stop_strings import StopStrings
 from decode.verification import Verification
 from heads.heads_drafter import AttendingDrafter
@@ -435,6 +435,8 @@ def test_the_bytes_of_a_slot_are_those_allocated(family: str, fields: dict[str, 
     assert used == slot_bytes(model) * 2 * lm._slots.allocated[1]
     with torch.device("meta"):
         assert slot_bytes(type(model)(model.config)) == slot_bytes(model)
+    # For each of 4 heads a pass makes 8 + 8 numbers of the latent part, and keys of 8 + 8.
+    assert expanded_bytes(model) == (4 * 4 * (16 + 16) if family == "deepseek_v3" else 0)
 
 
 def test_a_context_without_memory_is_refused_before_it_is_read(

@@ -1,11 +1,14 @@
 """The memory that keys and values take, and whether the machine has it."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from decode.base.errors import MemoryShortage
@@ -26,8 +29,8 @@ CONTAINERS = (
 )
 
 
-# By the class and the config of a model: the numbers of `slot_bytes`.
-_NUMBERS: dict[tuple[type, str], int] = {}
+# By the class and the config of a model: the numbers of `slot_bytes` and of `expanded_bytes`.
+_NUMBERS: dict[tuple[type, str], tuple[int, int]] = {}
 
 
 def slot_bytes(model: PreTrainedModel) -> int:
@@ -35,14 +38,41 @@ def slot_bytes(model: PreTrainedModel) -> int:
 
     Running states do not count: they do not grow with the text. Layers with a window count as the
     others do. The model needs no weights."""
+    return _numbers(model)[0] * model.dtype.itemsize
+
+
+def expanded_bytes(model: PreTrainedModel) -> int:
+    """The bytes that a pass makes of each token's slots while one layer runs.
+
+    Multi-head latent attention makes the keys and values of all heads anew in each pass, of all
+    tokens so far. Other kinds read their slots as they are: 0."""
+    return _numbers(model)[1] * model.dtype.itemsize
+
+
+class _Attended(TorchFunctionMode):
+    """Notes the most numbers that the keys and values of a layer's attention are parts of."""
+
+    numbers = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and len(args) == 3:
+            stored = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in args[1:]}
+            self.numbers = max(self.numbers, sum(stored.values()) // args[1].itemsize)
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(model: PreTrainedModel) -> tuple[int, int]:
     kind = type(model), text_of(model.config)
     if kind not in _NUMBERS:
-        _NUMBERS[kind] = _slot_numbers(model)
-    return _NUMBERS[kind] * model.dtype.itemsize
+        _NUMBERS[kind] = _counted_numbers(model)
+    return _NUMBERS[kind]
 
 
-def _slot_numbers(model: PreTrainedModel) -> int:
-    """How many numbers a cache gets from a pass over one token.
+def _counted_numbers(model: PreTrainedModel) -> tuple[int, int]:
+    """How many numbers a cache gets from a pass over one token, and how many `expanded_bytes`
+    counts.
 
     No config says it of every model: multi-head latent attention keeps what its keys and values are
     made of, and some layers keep nothing. So a copy of the model is run that has shapes and no
@@ -51,18 +81,25 @@ def _slot_numbers(model: PreTrainedModel) -> int:
     vars(config).pop("quantization_config", None)
     config._experts_implementation = "batched_mm"  # the others read which experts a token has
     ids = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device="meta")}
+    attended = _Attended()
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), attended:
             shapes = type(model)._from_config(config).eval()
             if has_encoder(model):
                 ids["decoder_input_ids"] = ids["input_ids"]
             kept: Any = cache_of(shapes(**ids, use_cache=True))
         layers = getattr(kept, "self_attention_cache", kept).layers
-        states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
-        numbers = sum(x.shape[1] * x.shape[3] for x in states if x is not None and x.ndim == 4)
+        found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        states = [x for x in found if x is not None and x.ndim == 4]
     except Exception:  # code of any library, on tensors without values
-        numbers = 0
-    return numbers or 2 * sum(x.key_heads * x.head_size for x in attention_sizes(model))
+        states = []
+    sizes = attention_sizes(model)
+    numbers = sum(x.shape[1] * x.shape[3] for x in states)
+    latent = all(x.shape[1] == 1 for x in states) and any(x.key_heads > 1 for x in sizes)
+    return (
+        numbers or 2 * sum(x.key_heads * x.head_size for x in sizes),
+        attended.numbers if numbers and latent else 0,
+    )
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -96,7 +133,8 @@ def affordable_slots(model: PreTrainedModel, rows: int, slots: int) -> int:
     """At most `slots`, and few enough that keys and values of `rows` rows take half of the free
     memory of the model's device. A model on several devices is not checked."""
     free = _free_bytes_of(model)
-    return slots if free is None else min(slots, free // (2 * max(slot_bytes(model) * rows, 1)))
+    each = slot_bytes(model) + expanded_bytes(model)
+    return slots if free is None else min(slots, free // (2 * max(each * rows, 1)))
 
 
 def _free_bytes_of(model: PreTrainedModel) -> int | None:
@@ -125,11 +163,12 @@ def require_memory(
         return
     free = _free_bytes_of(model)
     each = slot_bytes(model) + drafter_bytes
-    needed = each * rows * slots - each * held[0] * held[1] // 2
+    most = each + expanded_bytes(model)
+    needed = most * rows * slots - each * held[0] * held[1] // 2
     if free is not None and needed > free:
         whose = type(model).__name__ + (" and its drafter" if drafter_bytes else "")
         raise MemoryShortage(
             f"the keys and values of {whose} for {rows} rows of {slots:,} tokens take "
-            f"{needed / 1e9:.2f} GB ({each:,} bytes per token), and {free / 1e9:.2f} GB are free; "
+            f"{needed / 1e9:.2f} GB ({most:,} bytes per token), and {free / 1e9:.2f} GB are free; "
             "decode fewer rows together, or shorten prompts or max_new_tokens"
         )

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.kinds.layer_kinds import attention_sizes
 from decode.model.loading import Target
-from decode.model.memory import slot_bytes
+from decode.model.memory import expanded_bytes, slot_bytes
 from distill.teacher.cached_features import bytes_per_token
 from heads.heads_module import Heads
 from heads.layers.layer_config import layer_config
@@ -123,10 +123,12 @@ def decoding_memory(
 ) -> StageMemory:
     """The memory of decoding `rows` together: their prompts are read in one pass, and they get at
     most `new` tokens each. width: the tokens of a row that a pass gives logits for."""
+    tokens = rows * (prompt + new)
     return StageMemory(
         target=target_bytes,
-        activations=forward_bytes(target.model, rows * prompt),
-        states=rows * (prompt + new) * slot_bytes(target.model),
+        activations=forward_bytes(target.model, rows * prompt)
+        + tokens * expanded_bytes(target.model),
+        states=tokens * slot_bytes(target.model),
         logits=rows * width * target.vocab_size * LOGIT_BYTES,
     )
 
