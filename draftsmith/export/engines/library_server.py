@@ -96,7 +96,7 @@ def openvino_converted(source: str, directory: Path, target: str) -> str:
     from optimum.intel import OVModelForCausalLM
     from transformers import AutoConfig, AutoTokenizer
 
-    (architecture,) = AutoConfig.from_pretrained(source).architectures
+    architecture = (AutoConfig.from_pretrained(source).architectures or [""])[0]
     if architecture in OPENVINO_HEADS:
         reader = getattr(model_patcher, OPENVINO_HEADS[architecture])
         # A class of this module: of one of optimum's the converter asks what it wraps.
