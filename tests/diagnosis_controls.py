@@ -52,10 +52,10 @@ def known() -> list[list[int]]:
     return texts_of(target())
 
 
-def texts_of(one: Target) -> list[list[int]]:
-    """Prompts with the target's greedy answers, token ids."""
+def texts_of(one: Target, asked: Sequence[list[int]] | None = None) -> list[list[int]]:
+    """Prompts, random ones by default, with the target's greedy answers, token ids."""
     rng = np.random.default_rng(1000)
-    asked = [rng.integers(3, VOCAB, BEGINNING).tolist() for _ in range(TAUGHT)]
+    asked = asked or [rng.integers(3, VOCAB, BEGINNING).tolist() for _ in range(TAUGHT)]
     answers = Decoder(one.model, DRAFTERS.make("none"), gamma=1).decode(asked, ANSWER).outputs
     return [x + y for x, y in zip(asked, answers, strict=True)]
 
@@ -87,20 +87,31 @@ def taught_on(
             for weight in model.parameters():
                 weight += 0.15 * weight.std() * torch.randn(weight.shape)
         return SmallLMDrafter(model)
-    texts = [torch.tensor(text) for text in learnt]
-    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
+    ids, mask = as_batch(learnt)
     reduced = ids.unique() if kind in REDUCED else None
-    heads = new_heads(HeadOptions.of(KINDS[kind]), one, reduced)
+    return taught_heads(ids, mask, new_heads(HeadOptions.of(KINDS[kind]), one, reduced), one)
+
+
+def as_batch(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as int64 [N, T], and which tokens there are."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in texts], batch_first=True)
+    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
+
+
+def taught_heads(
+    ids: torch.Tensor, mask: torch.Tensor, heads: Any, one: Target, **options: Any
+) -> Drafter:
+    """The drafter of new heads that learnt these texts. options: for `teach`."""
     with torch.no_grad():  # attention and norms count from the beginning, and with it positions
         for name, weight in heads.named_parameters():
             if "o_proj" in name:
                 weight.normal_(std=0.1)
             if "norm" in name:
                 weight.mul_(1 + 0.5 * torch.randn(weight.shape))
-    teach(heads, one, ids, mask, steps=STEPS)
+    teach(heads, one, ids, mask, **{"steps": STEPS} | options)
     heads.eval().requires_grad_(False)
-    drafter: Drafter = DRAFTERS[kind](heads, one.vocab_size)  # type: ignore[call-arg]
+    kind = DRAFTERS[heads.options.type]
+    drafter: Drafter = kind(heads, one.vocab_size)  # type: ignore[call-arg]
     return drafter
 
 

@@ -158,13 +158,19 @@ def _texts_of(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def teach(
-    heads: Heads, target: Target, ids: torch.Tensor, mask: torch.Tensor, *, steps: int
+    heads: Heads,
+    target: Target,
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    steps: int,
+    lr: float = 3e-3,
 ) -> None:
     """Train heads on these texts, int64 [N, T], where mask is true."""
     heads.borrow(target.model)
     training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target.model)
     seen = LiveFeatures(target.model, training.captured_layers).features(ids, mask.long(), [])
-    optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
     for _ in range(steps):
         loss, _ = training(ids, mask, seen, dict.fromkeys(range(1, heads.depth + 1), 1e-3))
         optimizer.zero_grad()

@@ -1,7 +1,8 @@
 """A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,19 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
+from draftsmith.export.engines import ENGINES
+from draftsmith.export.export_directory import export_drafter
+from heads.heads_directory import save_heads
 from tests.answer_server import AnswerEngine
 from tests.diagnosis_controls import GAMMA, KINDS, prompts, target, taught, through_service
-from tests.export import make_heads
+from tests.export import make_heads, task
 from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
 from tests.upstream import served
@@ -149,8 +154,11 @@ def test_counters_are_read_by_place(
 
 def asked_of(text: str | Callable[[], str], **options: Any) -> str:
     """What is said of a server whose counters are always these."""
-    kind = options.pop("kind", AnswerEngine)
-    app = kind(**{"target": target()} | options).app()
+    asked, kind = prompts(20, 0), options.get("kind", AnswerEngine)
+    if "status" in options:
+        options["never"] = asked
+    made = {name: x for name, x in options.items() if name != "kind"}
+    app = kind(**{"target": target()} | made).app()
 
     def metrics(_: Request) -> PlainTextResponse:
         return PlainTextResponse(text if isinstance(text, str) else text())
@@ -159,8 +167,8 @@ def asked_of(text: str | Callable[[], str], **options: Any) -> str:
         app.router.routes.append(Route("/metrics", metrics))
     with served(app) as url, pytest.raises(UserError) as raised:
         diagnose(
-            url, target(), NgramDrafter(1, 2), prompts(20, 0),
-            ServerConfig(url=[url], concurrency=1), gamma=GAMMA,
+            url, target(), NgramDrafter(1, 2), asked,
+            ServerConfig(url=[url], concurrency=1, retries=1), gamma=GAMMA,
         )  # fmt: skip
     assert "\n" not in str(raised.value)
     return str(raised.value)
@@ -177,23 +185,86 @@ def rewritten(reply: dict[str, Any], number: int) -> None:
     reply["choices"][0]["prompt_token_ids"].insert(0, 1)
 
 
+class Rewriting(AnswerEngine):
+    """Puts a token before each prompt, and does not say so."""
+
+    def _decode(self, prompt: list[int], count: int, sampling: Any, seed: int) -> list[int]:
+        return super()._decode([9, *prompt], count, sampling, seed)
+
+
+def other_target() -> Target:
+    return tiny_target(vocab=VOCAB + 8, layers=2, max_positions=512, seed=5)
+
+
+IDLE = page("vllm", 0, *[0] * GAMMA)
+
+
+def busy() -> Callable[[], str]:
+    drafted = itertools.count(1)
+    return lambda: page("vllm", next(drafted), *[0] * GAMMA)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("", {}, "hides its counters"),
+        ("vllm:num_requests_running 0\n", {}, "the server has no drafter, or hides them"),
+        (IDLE, {}, "drafted nothing for 20 prompts: it ignores its drafter, or has none"),
+        (busy(), {}, "do not stand still: it answers other requests meanwhile"),
+        (IDLE, {"status": 429}, "did not answer in 2 attempts (status 429"),
+        (IDLE, {"target": other_target()}, "has another target (or a fine-tune of it)"),
+        (IDLE, {"change": rewritten}, "read another prompt than was sent"),
+        (IDLE, {"kind": Rewriting}, "or rewrites prompts"),
+        (IDLE, {"kind": ForcedSampling}, "samples by force"),
+        (page("vllm", 0, *[0] * (GAMMA - 1)), {}, f"give --gamma {GAMMA - 1}"),
+        (page("vllm", 0, *[0] * (GAMMA + 1)), {}, f"give --gamma {GAMMA + 1}"),
+    ],
+)
 def test_servers_that_cannot_be_diagnosed_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
+    text: Any, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "LONGEST_SETTLE", 0.6)
     monkeypatch.setattr(engine, "SLOW_SECONDS", 0.01)
-    idle, rising = page("vllm", 0, *[0] * GAMMA), itertools.count(1)
-    assert "hides its counters" in asked_of("")
-    assert "has no counters of drafts" in asked_of("vllm:num_requests_running 0\n")
-    assert "drafted nothing" in asked_of(idle)
-    assert "do not stand still" in asked_of(lambda: page("vllm", next(rising), *[0] * GAMMA))
-    assert "another target" in asked_of(idle, target=other_target())
-    assert "samples by force" in asked_of(idle, kind=ForcedSampling)
-    assert "prompt" in asked_of(idle, change=rewritten)
-    for places in (GAMMA - 1, GAMMA + 1):
-        assert f"give --gamma {places}" in asked_of(page("vllm", 0, *[0] * places))
+    assert said in asked_of(text, **options)
+
+
+def test_a_verification_that_finds_less_ends_with_the_diagnosis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter: Any = taught("eagle3")
+    planted = MISTAKES["layers_below"]().make(drafter, target())
+    provenance = {"stage": "heads"}
+    save_heads(tmp_path / "drafter", drafter.heads, target=target(), provenance=provenance)
+    export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out")
+
+    @contextmanager
+    def serve(*_: Any) -> Iterator[str]:
+        with serving(target(), planted, DecodeSettings(gamma=GAMMA)) as running:
+            yield running.url
+
+    vllm = type(ENGINES["vllm"])
+    monkeypatch.setattr(vllm, "serving", serve)
+    monkeypatch.setattr(vllm, "version", lambda *_: "1")
+
+    def said(count: int, *trained: Path) -> str:
+        asked = task(target(), tmp_path / "out", prompts=prompts(count, 0))
+        (failure,) = verify_export("vllm", asked, *trained).failures
+        return failure
+
+    assert "The cause, by draftsmith diagnose: layers_below: " in said(24, tmp_path / "drafter")
+    assert "expected at least 20" in said(15, tmp_path / "drafter")
+    assert "run: draftsmith diagnose URL" in said(15)
+
+
+def test_a_server_that_is_gone_is_said_by_name() -> None:
     with pytest.raises(NoAnswer, match="does not answer"):
         engine.read("http://127.0.0.1:1")
+
+
+def test_a_server_with_another_drafter_has_none_of_the_mistakes() -> None:
+    found = diagnosed(NgramDrafter(1, 2))
+    assert found.explanation.verdict == NONE
+    assert "the server may have another drafter than this one" in found.headline
 
 
 def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path) -> None:
@@ -220,10 +291,6 @@ def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path)
         assert "heads.safetensors" in said("--gamma", str(GAMMA))
         drafter = tmp_path / "no-drafter"
         assert "no-drafter" in said("--gamma", str(GAMMA))
-
-
-def other_target() -> Target:
-    return tiny_target(vocab=VOCAB + 8, layers=2, max_positions=512, seed=5)
 
 
 def test_a_service_that_drafts_fewer_tokens_is_told_by_its_places() -> None:

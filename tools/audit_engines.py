@@ -167,7 +167,7 @@ def serve_vllm(
 
 
 @contextmanager
-def _llama_server(place: Path, target: str, **options: Any) -> Iterator[str]:
+def serve_llama(place: Path, target: str, **options: Any) -> Iterator[str]:
     exactly = FLOAT32 | {"metrics": True}
     if "model_draft" in options:
         options["model_draft"] = str(place / options["model_draft"])
@@ -216,7 +216,7 @@ def _of_llama(
     **more: Any,
 ) -> Engine:
     options = {"spec_type": spec_type} | more
-    serve = partial(_llama_server, target=target, **options)
+    serve = partial(serve_llama, target=target, **options)
     return Engine("llama-server", drafts, serve, target, drafter, "llama-server")
 
 

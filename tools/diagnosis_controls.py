@@ -1,18 +1,24 @@
 """Every known mistake, planted into a drafter: how often is it named?
 
 python -m tools.diagnosis_controls [KIND …]
+python -m tools.diagnosis_controls --embedded FOLDER [KIND …]
 python -m tools.diagnosis_controls --service [KIND …]
 
 Without HTTP: the decode loop drafts with the planted drafter, and its counts are those of the
-server. The hypotheses come from `drafts_along`, as in a diagnosis. With
---service, each mistake is planted once into our own service, and the whole diagnosis is run.
+server. The hypotheses come from `drafts_along`, as in a diagnosis. With --embedded, the target is
+SmolLM2-135M with the shipped EAGLE-1 and briefly trained drafters of the other kinds. What was
+measured is kept in the folder, and a killed run goes on. With --service, each mistake is planted
+once into our own service, and the whole diagnosis is run.
 """
 
 import copy
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +26,114 @@ import torch
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
+from decode.model.loading import Target, load_target
+from decode.opening.shipped import SHIPPED
+from draftsmith.cli.command import given_or_shipped
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
+from draftsmith.diagnosis.entry import open_plain
 from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Counting
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.options import HeadOptions
 from tests.diagnosis_controls import (
+    BEGINNING,
     GAMMA,
     KINDS,
     TOKENS,
+    as_batch,
     prompts,
     target,
     taught,
+    taught_heads,
+    texts_of,
     through_service,
 )
 
 ROUNDED = "equal, in bfloat16"
-# Drafters of a kind, taught from other random weights, and draws of prompts for each.
-SEEDS, DRAWS, HONEST_DRAWS, DRAWN = 4, 5, 25, 200
-ROWS = 8  # that the loop with a planted drafter decodes together
+# Drafters of a kind, taught from other random weights, and repetitions in all.
+SEEDS, DRAWS, HONEST_DRAWS, DRAWN = 4, 20, 100, 200
+# That the loop with a planted drafter decodes together: of the tiny target, of the embedded one.
+ROWS, MORE_ROWS = 8, 25
+# Of the embedded target: it writes a text for one shipped prompt of so many; the training.
+SPREAD, STEPS, RATE = 5, 120, 1e-3
+LAYERS = 2  # of its small LM
+TAPS = [1, 14, 26]  # of its DFlash
 
 
-def with_mistakes(drafter: Drafter) -> dict[str, Drafter]:
+@dataclass(frozen=True)
+class Bench:
+    """A target with drafters of each kind, and the prompts. keep: the folder of what was measured;
+    None: nothing is kept."""
+
+    target: Target
+    prompts: list[list[int]]
+    drafters: Callable[[str], list[Drafter]]
+    rows: int = ROWS
+    keep: Path | None = None
+
+    def measured(self, name: str, measure: Callable[[], Any]) -> np.ndarray:
+        """What `measure` gives, or what it gave before."""
+        file = None if self.keep is None else self.keep / f"{name}.npy"
+        if file is not None and file.exists():
+            return np.load(file)
+        found = np.array(measure())
+        if file is not None:
+            np.save(file, found)
+        return found
+
+
+def tiny() -> Bench:
+    return Bench(
+        target(), prompts(10**6, 0), lambda kind: [taught(kind, seed) for seed in range(SEEDS)]
+    )
+
+
+def embedded(keep: Path) -> Bench:
+    """Texts begin as the shipped test prompts do, without a chat template."""
+    keep.mkdir(parents=True, exist_ok=True)
+    one = load_target("embedded:smollm2-135m", dtype="float32", device="cpu")
+    asked = [one.tokenizer(example.prompt)["input_ids"] for example in given_or_shipped(None)]
+    texts = texts_of(one, [x[:BEGINNING] for x in asked[::SPREAD]])
+
+    def drafters(kind: str) -> list[Drafter]:
+        if kind == "small_lm":
+            return [first_layers(one, texts)]
+        path = SHIPPED / "eagle1-smollm2-135m" if kind == "eagle1" else keep / kind
+        if not path.exists():
+            options = KINDS[kind] | ({"taps": TAPS} if kind == "dflash" else {})
+            ids, mask = as_batch(texts)
+            heads = new_heads(HeadOptions.of(options), one, ids.unique())
+            learnt = taught_heads(ids, mask, heads, one, steps=STEPS, lr=RATE)
+            assert isinstance(learnt, HeadsDrafter)
+            save_heads(path, learnt.heads, target=one, provenance={"stage": "heads"})
+        return [open_plain(path, one)]
+
+    return Bench(one, prompts(DRAWN, 0, texts), drafters, MORE_ROWS, keep)
+
+
+def first_layers(one: Target, texts: Sequence[list[int]]) -> SmallLMDrafter:
+    """A small LM of the target's first layers, which learnt the texts."""
+    torch.manual_seed(0)
+    model: Any = copy.deepcopy(one.model)
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    learnt = model.model.layers.requires_grad_(True)
+    optimizer = torch.optim.Adam(learnt.parameters(), lr=RATE)
+    ids, _ = as_batch(texts)
+    with torch.enable_grad():
+        for _ in range(STEPS):
+            loss = model(ids, labels=ids).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return SmallLMDrafter(model.eval().requires_grad_(False))
+
+
+def with_mistakes(drafter: Drafter, one: Target) -> dict[str, Drafter]:
     """{name: the drafter with this mistake}, as far as it can have it."""
-    made = {name: MISTAKES[name]().make(drafter, target()) for name in MISTAKES}
+    made = {name: MISTAKES[name]().make(drafter, one) for name in MISTAKES}
     return {name: changed for name, changed in made.items() if changed is not None}
 
 
@@ -65,12 +156,23 @@ def round_weights(module: torch.nn.Module) -> None:
         weight.copy_(weight.bfloat16())
 
 
-def counted(drafter: Drafter, asked: Sequence[Sequence[int]]) -> np.ndarray:
+def counted(bench: Bench, drafter: Drafter) -> np.ndarray:
     """Accepted tokens by place, int [N, γ], of a loop that drafts with this drafter. Prompts are
     read in their order."""
-    decoder = Decoder(target().model, drafter, eos_token_ids=target().eos_token_ids, gamma=GAMMA)
-    accepted = decoder.decode(asked, TOKENS, batch_size=ROWS).tally.accepted
+    one = bench.target
+    decoder = Decoder(one.model, drafter, eos_token_ids=one.eos_token_ids, gamma=GAMMA)
+    accepted = decoder.decode(bench.prompts, TOKENS, batch_size=bench.rows).tally.accepted
     return np.pad(accepted, ((0, 0), (0, GAMMA - accepted.shape[1])))
+
+
+def expected(bench: Bench, drafters: Sequence[Drafter]) -> list[np.ndarray]:
+    """The same of each drafter, as a diagnosis measures it."""
+    one, asked = bench.target, bench.prompts
+    drafts = drafts_along(one, drafters, asked, GAMMA, TOKENS, first_drafted=False)
+    return [
+        accepted_by_place(drafts, member, Counting(), one.eos_token_ids, TOKENS)[1]
+        for member in range(len(drafters))
+    ]
 
 
 @dataclass
@@ -81,38 +183,36 @@ class Planted:
     found: list[Explanation]
 
 
-def named(kind: str) -> dict[str, Planted]:
-    """What is said of each mistake, and of the drafter as it is."""
+def named(kind: str, bench: Bench) -> dict[str, Planted]:
+    """What is said of each mistake, and of the drafter as it is. A repetition is a draw of prompts,
+    with replacement where there are no more."""
     planted: dict[str, Planted] = {}
-    asked = prompts(10**6, 0)
-    for seed in range(SEEDS):
-        drafter = taught(kind, seed)
-        made = {EQUAL: drafter} | with_mistakes(drafter)
-        drafts = drafts_along(target(), [*made.values()], asked, GAMMA, TOKENS, first_drafted=False)
-        eos = target().eos_token_ids
-        said = [
-            accepted_by_place(drafts, member, Counting(), eos, TOKENS)[1]
-            for member in range(len(made))
-        ]
+    drafters = bench.drafters(kind)
+    count = len(bench.prompts)
+    for drafter in drafters:
+        made = {EQUAL: drafter} | with_mistakes(drafter, bench.target)
+        said = bench.measured(f"{kind} here", partial(expected, bench, [*made.values()]))
         served = made | {ROUNDED: in_bfloat16(drafter)}
-        there = {name: counted(one, asked) for name, one in served.items()}
-        for name, counts in there.items():
-            one = planted.setdefault(name, Planted([], []))
-            one.accepted.append(float(counts.sum(1).mean()))
-            for draw in range(HONEST_DRAWS if name in (EQUAL, ROUNDED) else DRAWS):
-                rows = np.random.default_rng(draw).permutation(len(asked))[:DRAWN]
+        for name, one in served.items():
+            counts = bench.measured(f"{kind} {name}", partial(counted, bench, one))
+            here = planted.setdefault(name, Planted([], []))
+            here.accepted.append(float(counts.sum(1).mean()))
+            draws = HONEST_DRAWS if name in (EQUAL, ROUNDED) else DRAWS
+            for draw in range(draws // len(drafters)):
+                rng = np.random.default_rng(draw)
+                rows = rng.choice(count, DRAWN, replace=count <= DRAWN)
                 keys = {x: as_keys(y[rows]) for x, y in zip(made, said, strict=True)}
-                one.found.append(explain(as_keys(counts[rows]), keys, {}))
+                here.found.append(explain(as_keys(counts[rows]), keys, {}))
     return planted
 
 
-def main(kinds: Sequence[str]) -> None:
+def main(kinds: Sequence[str], bench: Bench) -> None:
     """Print a table: how often each mistake was named, alone or as one of several, and what else
     was said of it."""
     print("| kind | planted | accepted a text | named | as one of several | otherwise |")
     print("|---|---|---|---|---|---|")
     for kind in kinds:
-        for name, one in named(kind).items():
+        for name, one in named(kind, bench).items():
             right = [x for x in one.found if names_it(x, name)]
             others = Counter(
                 "not visible" if name in x.unseen else " or ".join(x.names or (x.verdict,))
@@ -138,12 +238,17 @@ def main_of_service(kinds: Sequence[str], count: int = 60) -> None:
     print("| kind | planted | accepted a text there | said |")
     print("|---|---|---|---|")
     for kind in kinds:
-        for name, served in ({EQUAL: taught(kind)} | with_mistakes(taught(kind))).items():
+        for name, served in ({EQUAL: taught(kind)} | with_mistakes(taught(kind), target())).items():
             found = through_service(kind, served, count)
             said = ", ".join(found.explanation.names) or found.explanation.verdict
             print(f"| {kind} | {name} | {sum(found.there):.2f} | {said} |", flush=True)
 
 
 if __name__ == "__main__":
-    asked_for = [x for x in sys.argv[1:] if x != "--service"] or [*KINDS]
-    (main_of_service if "--service" in sys.argv else main)(asked_for)
+    option, *others = sys.argv[1:] or [""]
+    if option == "--service":
+        main_of_service(others or [*KINDS])
+    elif option == "--embedded":
+        main(others[1:] or [*KINDS], embedded(Path(others[0])))
+    else:
+        main([x for x in (option, *others) if x] or [*KINDS], tiny())

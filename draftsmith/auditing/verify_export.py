@@ -19,6 +19,7 @@ from draftsmith.auditing.asking import ask_texts
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
+from draftsmith.diagnosis.entry import diagnose, open_plain
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
 from draftsmith.export.export_directory import check_export, reload_export
 from train.base.platforms import require_posix
@@ -40,7 +41,8 @@ class ExportVerification:
     """The results of a verification.
 
     findings: an audit's, of greedy answers with the drafter. theirs, ours: drafted and accepted
-    tokens of the engine, and of our loop, counted as the engine counts. loads: the speeds."""
+    tokens of the engine, and of our loop, counted as the engine counts. loads: the speeds. cause:
+    why the engine accepts less than our loop; "": it does not."""
 
     engine: str
     version: str
@@ -48,6 +50,7 @@ class ExportVerification:
     prompts: int
     findings: list[Finding]
     loads: list[LoadSpeed]
+    cause: str = ""
 
     @property
     def theirs(self) -> DraftCounts:
@@ -58,8 +61,7 @@ class ExportVerification:
         return self._counts("our_drafted", "our_accepted")
 
     def _counts(self, *names: str) -> DraftCounts:
-        figures = next((x.figures for x in self.findings if x.figures), {})
-        return DraftCounts(*(figures.get(name, 0) for name in names))
+        return _counts(self.findings, *names)
 
     @property
     def failures(self) -> list[str]:
@@ -69,12 +71,8 @@ class ExportVerification:
             if finding.verdict is Judgement.EQUAL:
                 continue
             verdict = f"{finding.verdict}: {finding.group}, {finding.name}: {finding.detail}"
-            if finding.figures and 0 < (self.theirs.rate or 0.0) < (self.ours.rate or 0.0):
-                verdict += (
-                    ". To find the cause, start the engine as a server with this export, and run: "
-                    f"draftsmith diagnose URL --target MODEL --drafter DIRECTORY --gamma "
-                    f"{self.gamma}, with the directory of the drafter that was exported"
-                )
+            if finding.figures and self.cause:
+                verdict += f". {self.cause}"
             failures.append(verdict)
         if not any(finding.figures for finding in self.findings):
             failures.append(f"{self.engine} does not say what it drafted")
@@ -125,10 +123,13 @@ def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
     return require_engine(name, python)
 
 
-def verify_export(name: str, task: EngineTask) -> ExportVerification:
+def verify_export(name: str, task: EngineTask, trained: Path | None = None) -> ExportVerification:
     """Ask the engine for greedy answers with the drafter, judge each token by the target, and
     compare what it accepts with our own loop at the same γ. Also measure its speed, without and
-    with the drafter.
+    with the drafter. An engine that accepts less is diagnosed.
+
+    trained: the directory of the drafter that was exported; None: it is not here, and the command
+    of the diagnosis is said.
 
     Raises UserError if the export is unsound, or if the engine does not read it, is not installed
     or breaks; the engine's log is then kept. Problems with the drafter itself are in `failures`.
@@ -153,15 +154,50 @@ def verify_export(name: str, task: EngineTask) -> ExportVerification:
     directory = Path(tempfile.mkdtemp(prefix="draftsmith-verify-"))
     speeds = []
     findings: list[Finding] = []
+    cause = ""
     for drafts in (False, True):
         task.say(f"starting {name} {version} {'with' if drafts else 'without'} the drafter")
         with engine.serving(task, drafts, directory) as url:
             if drafts:
                 findings = replace(questions, urls=(url,)).greedy()
+                if _accepts_less(findings):
+                    cause = _cause(one.model_copy(update={"url": [url]}), task, trained)
             speeds.append([_speed(url, load, task, one) for load in task.loads])
     shutil.rmtree(directory)
     loads = [LoadSpeed(*each) for each in zip(task.loads, *speeds, strict=True)]
-    return ExportVerification(name, version, task.gamma, len(task.prompts), findings, loads)
+    return ExportVerification(name, version, task.gamma, len(task.prompts), findings, loads, cause)
+
+
+def _counts(findings: Sequence[Finding], *names: str) -> DraftCounts:
+    figures = next((x.figures for x in findings if x.figures), {})
+    return DraftCounts(*(figures.get(name, 0) for name in names))
+
+
+def _accepts_less(findings: Sequence[Finding]) -> bool:
+    theirs = _counts(findings, "drafted", "accepted").rate or 0.0
+    ours = _counts(findings, "our_drafted", "our_accepted").rate or 0.0
+    differs = any(x.figures and x.verdict is not Judgement.EQUAL for x in findings)
+    return differs and 0 < theirs < ours
+
+
+def _cause(config: ServerConfig, task: EngineTask, trained: Path | None) -> str:
+    """Why the running engine accepts less, or how to find out."""
+    command = (
+        "To find the cause, start the engine as a server with this export, and run: draftsmith "
+        f"diagnose URL --target MODEL --drafter DIRECTORY --gamma {task.gamma}, with the directory "
+        "of the drafter that was exported"
+    )
+    if trained is None:
+        return command
+    try:
+        drafter = open_plain(trained, task.target)
+        found = diagnose(
+            config.urls[0], task.target, drafter, task.prompts, config,
+            gamma=task.gamma, say=task.say,
+        )  # fmt: skip
+    except UserError as error:
+        return f"{command}. It was not found here: {error}"
+    return f"The cause, by draftsmith diagnose: {found.headline}"
 
 
 def _speed(url: str, load: int, task: EngineTask, config: ServerConfig) -> float:

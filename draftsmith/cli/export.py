@@ -179,7 +179,7 @@ def export(
             reporter.say,
             **engine,
         )
-        verification = verify_export(verify, task)
+        verification = verify_export(verify, task, None if form is None else drafter)
         reporter.table(_verification_table(verification))
         reporter.table(_loads_table(verification))
         for failure in verification.failures:

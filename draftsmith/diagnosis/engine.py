@@ -10,7 +10,7 @@ import numpy as np
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from draftsmith.auditing.asking import ask_texts
+from draftsmith.auditing.asking import AskedTexts, ask_texts
 from draftsmith.auditing.drafts import COUNTING, SETTLE_SECONDS, SLOW_SECONDS
 from train.engines.child_process import NoAnswer, ask
 from train.engines.counters import DraftCounts, parse_counters
@@ -34,6 +34,7 @@ _ENGINE = re.compile(rf"^({'|'.join(COUNTING)}):", re.MULTILINE)
 LONGEST_SETTLE = 10.0
 # Of the texts, as many must be the target's. Rounding alone changes fewer.
 LEAST_EQUAL_TEXTS = 0.7
+ASKED_AGAIN = 3  # prompts with another text: does the server draw it?
 
 
 @dataclass(frozen=True)
@@ -147,19 +148,24 @@ def measure(
     target's own texts.
 
     Raises UserError for a server that hides its counters, is busy, drafts nothing, rewrites prompts
-    or has another target, and as `ask_texts`."""
+    or has another target or samples by force, and as `ask_texts`."""
     key = config.key() or ""
     before = read(url, key)
     texts: list[list[int]] = []
     drafted, accepted, by_place = [], [], []
-    for number, prompt in enumerate(prompts):
+
+    def answer(number: int, seed: int) -> AskedTexts:
         asked = ask_texts(
-            url, target, [prompt], Sampling(), config,
+            url, target, prompts[number : number + 1], Sampling(), config,
             samples=1, max_new_tokens=tokens, seed=seed,
         )  # fmt: skip
         if not asked.texts:
             why = "; ".join([*asked.faults, *asked.left_out]) or "it gave no text"
             raise UserError(f"{url} answers prompt {number + 1} with what cannot be judged: {why}")
+        return asked
+
+    for number in range(len(prompts)):
+        asked = answer(number, seed)
         after = read(url, key)
         counts = asked.counts if asked.counts.drafted else after.counts - before.counts
         if counts.drafted > gamma * tokens:
@@ -176,7 +182,14 @@ def measure(
         before = after
         if number and number % 50 == 0:
             say(f"{number} of {len(prompts)} prompts asked")
-    _require_texts(url, texts, expected)
+    same = _are_same(texts, expected)
+    other = [number for number, equal in enumerate(same) if not equal][:ASKED_AGAIN]
+    if _is_other(same) and any(answer(x, seed + 1).texts[0].tokens != texts[x] for x in other):
+        raise UserError(
+            f"{url} samples by force: it answers one prompt with different texts at temperature 0. "
+            "Expected greedy text; take out what sets its temperature"
+        )
+    _require_texts(url, same)
     if not any(drafted):
         raise UserError(
             f"{url} drafted nothing for {len(prompts)} prompts: it ignores its drafter, or has "
@@ -216,7 +229,7 @@ def measure_together(
             f"{why}"
         )
     own = [expected[text.number] for text in asked.texts]
-    _require_texts(url, [text.tokens for text in asked.texts], own)
+    _require_texts(url, _are_same([text.tokens for text in asked.texts], own))
     after = read(url, config.key() or "")
     return asked.counts if asked.counts.drafted else after.counts - before.counts
 
@@ -229,14 +242,18 @@ def _places(reading: ServerCounters, gamma: int) -> np.ndarray:
     return places
 
 
-def _require_texts(
-    url: str, texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
-) -> None:
-    same = [list(x) == list(y)[: len(x)] for x, y in zip(texts, expected, strict=True)]
-    share = sum(same) / len(same)
-    if share < LEAST_EQUAL_TEXTS:
+def _are_same(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> list[bool]:
+    return [list(x) == list(y)[: len(x)] for x, y in zip(texts, expected, strict=True)]
+
+
+def _is_other(same: Sequence[bool]) -> bool:
+    return sum(same) / len(same) < LEAST_EQUAL_TEXTS
+
+
+def _require_texts(url: str, same: Sequence[bool]) -> None:
+    if _is_other(same):
         raise UserError(
-            f"{share:.0%} of the server's texts are the target's: it has another target (or a "
-            "fine-tune of it), rewrites prompts, or samples by force. Expected the target's greedy "
+            f"{sum(same) / len(same):.0%} of the texts of {url} are the target's: it has another "
+            "target (or a fine-tune of it), or rewrites prompts. Expected the target's greedy "
             "text; `draftsmith audit` says more"
         )

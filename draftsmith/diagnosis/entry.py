@@ -25,6 +25,8 @@ from train.settings.server_config import ServerConfig
 
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3
+# A mistake that says the counts of fewer prompts may be one of two.
+ALONE = 0.95
 # Requests at a time, after one at a time.
 TOGETHER = (8, 16)
 FEWEST_PROMPTS = 20
@@ -164,10 +166,11 @@ def diagnose(
     weights = {name: SEEN for name in made if name != EQUAL and engine in MISTAKES[name].engines}
     said = {name: as_keys(there.in_its_form(x)) for name, x in by_name.items()}
     explanation = explain(counted, said, weights)
-    if explanation.verdict == NONE:
+    agreement = explanation.agreement.get(explanation.verdict, 0.0)
+    if explanation.verdict != EQUAL and not explanation.little and agreement < ALONE:
         pairs = _pairs(made, explanation.agreement, target)
         if pairs:
-            say(f"no mistake alone explains it; trying {len(pairs)} pairs")
+            say(f"no mistake alone explains all of it; trying {len(pairs)} pairs")
             counts = here.counts(pairs).items()
             said |= {name: as_keys(there.in_its_form(x)) for name, x in counts}
             # A pair is less likely than one mistake.

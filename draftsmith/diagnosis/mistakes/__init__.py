@@ -17,6 +17,7 @@ from heads.heads_module import Heads
 
 D = TypeVar("D", bound=HeadsDrafter)
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 
 
 class Mistake(ABC):
@@ -45,11 +46,11 @@ def with_heads(drafter: D, heads: Heads) -> D:
     return changed
 
 
-def with_method(drafter: D, name: str, method: Any) -> D:
-    """A drafter like this one with another method. It is one of its class, so that a copy of the
-    drafter keeps it."""
-    kind = type(drafter)
-    changed = copy.copy(drafter)
+def with_method(one: T, name: str, method: Any) -> T:
+    """A drafter, or heads, like this one with another method. It is one of its class, so that a
+    copy keeps it."""
+    kind = type(one)
+    changed = copy.copy(one)
     changed.__class__ = type(kind.__name__, (kind,), {name: method})
     return changed
 

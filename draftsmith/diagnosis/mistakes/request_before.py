@@ -13,10 +13,7 @@ from heads.heads_drafter import HeadsDrafter
 class RequestBefore(Mistake):
     says = "the drafter reads states of the request before in the place of this prompt's"
     remedy = "use a version of the engine that clears the drafter's states between requests"
-    seen = (
-        "not as such: llama-server with MTP adds one first entry of the request before, by this "
-        "project's own comparison; this mistake replaces all, and does not stand for that"
-    )
+    seen = "not as such; of llama-server's fault with MTP see `entry_before`"
 
     def make(self, drafter: Drafter, target: Target) -> Drafter | None:
         if not isinstance(drafter, HeadsDrafter):
