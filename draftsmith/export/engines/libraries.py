@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 from draftsmith.export.acceptance import Counting
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
@@ -41,7 +42,7 @@ class Transformers(Engine):
     """Assisted generation, one text at a time. Every draft has γ tokens; stopping by confidence is
     off. float32."""
 
-    formats = ("hf",)
+    formats: ClassVar[tuple[str, ...]] = ("hf",)
     install = "make install"
     counting = Counting(first_drafted=True, stops_at_eos=True)
     name = "transformers"

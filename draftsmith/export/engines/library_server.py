@@ -100,7 +100,8 @@ def openvino_converted(source: str, directory: Path, target: str) -> str:
     if architecture in OPENVINO_HEADS:
         reader = getattr(model_patcher, OPENVINO_HEADS[architecture])
         # A class of this module: of one of optimum's the converter asks what it wraps.
-        heads = type("Heads", (reader,), {}).from_pretrained(source, dtype="float32")
+        kind: Any = type("Heads", (reader,), {})
+        heads = kind.from_pretrained(source, dtype="float32")
         heads.config.architectures = [architecture]
         export_from_model(heads, output=directory, task="text-generation-with-past")
     else:
