@@ -6,7 +6,7 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -155,12 +155,28 @@ class CachedLM(CachedRows):
 
     @overload
     def forward(
-        self, ids_BN: Tensor, start: np.ndarray, *, listed: Literal[False] = ..., **how: Any
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray | None = ...,
+        counts: np.ndarray | None = ...,
+        depth_BN: Tensor | None = ...,
+        ancestors_BNM: Tensor | None = ...,
+        listed: Literal[False] = ...,
     ) -> Tensor: ...
 
     @overload
     def forward(
-        self, ids_BN: Tensor, start: np.ndarray, *, listed: Literal[True], **how: Any
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray | None = ...,
+        counts: np.ndarray | None = ...,
+        depth_BN: Tensor | None = ...,
+        ancestors_BNM: Tensor | None = ...,
+        listed: Literal[True],
     ) -> Tensor | Listed: ...
 
     def forward(
@@ -264,8 +280,9 @@ class CachedLM(CachedRows):
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        tree = {"depth_BN": depth, "ancestors_BNM": ancestors}
-        return self.forward(ids, start, counts=counts, listed=True, **tree)
+        return self.forward(
+            ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors, listed=True
+        )
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
