@@ -1,4 +1,8 @@
-"""A text has one more entry before its first, with a state of the request before."""
+"""A text has one more entry before its first, with a state of the request before.
+
+It is the last state of the prompt before. The engine has one of the whole text before, which is not
+known yet where several rows are read together.
+"""
 
 from dataclasses import replace
 from typing import Any
