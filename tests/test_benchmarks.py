@@ -187,7 +187,9 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models, tmp_pa
     assert {"plain", "lookup", "heads", "generate", "assisted", "transformers_lookup"} <= set(
         contest.equal
     )
-    assert set(contest.equal.values()) == {(1.0, 1.0)}
+    # Weights in fewer bits make another model.
+    same = {equal for name, equal in contest.equal.items() if name not in ("llama_q8", "llama_q4")}
+    assert same == {(1.0, 1.0)}
     ours, theirs = (contest.passes[name] for name in ("speculative", "assisted"))
     # Of the first token, which theirs drafts and ours takes from the prompt's pass, they differ.
     assert theirs.emitted == 3 * 20
