@@ -19,7 +19,7 @@ from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
-from draftsmith.diagnosis.verify_export import ExportVerification
+from draftsmith.auditing.verify_export import ExportVerification
 from draftsmith.export import ExportOptions, ImportOptions
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.engines import ENGINES, EngineTask

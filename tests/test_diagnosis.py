@@ -20,13 +20,13 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
-from draftsmith.diagnosis.verify_export import verify_export
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import export_drafter
 from heads.heads_directory import save_heads

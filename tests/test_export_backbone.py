@@ -14,8 +14,8 @@ from decode.base.artifact import MANIFEST, CorruptArtifact, write_directory
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
 from decode.opening.directory import describe_drafter
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli import main as cli
-from draftsmith.diagnosis.verify_export import verify_export
 from draftsmith.export import ExportOptions, export_directory
 from draftsmith.export.export_directory import check_export, export_drafter
 from tests.export import (

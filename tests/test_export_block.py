@@ -6,7 +6,7 @@ import pytest
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export.export_directory import export_drafter
 from tests.export import (
     DFLASH,

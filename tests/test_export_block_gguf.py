@@ -10,7 +10,7 @@ import torch
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export.formats.gguf_layout import read_weights
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads

@@ -10,7 +10,7 @@ import torch
 
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.export_directory import export_drafter

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import Measuring, check_export, export_drafter

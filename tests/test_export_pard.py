@@ -11,7 +11,7 @@ import torch
 from decode.base.errors import UserError
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.model.loading import Target, load_target
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from draftsmith.export.formats import FORMATS, format_for

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from decode.model.loading import Target
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats.eagle3_layer import is_speculators_config, speculators_config
 from tests.export import (

@@ -18,8 +18,8 @@ from decode.drafters import NoDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from draftsmith.auditing.findings import Finding, Judgement
+from draftsmith.auditing.verify_export import ExportVerification, engine_for, verify_export
 from draftsmith.cli.main import app
-from draftsmith.diagnosis.verify_export import ExportVerification, engine_for, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.engines import ENGINES, EngineTask

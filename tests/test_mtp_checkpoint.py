@@ -18,7 +18,7 @@ from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
-from draftsmith.diagnosis.verify_export import verify_export
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions, ImportOptions
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from draftsmith.export.formats import FORMATS

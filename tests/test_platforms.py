@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from decode.base.errors import UserError
-from draftsmith.diagnosis.verify_export import require_engine
+from draftsmith.auditing.verify_export import require_engine
 from tests.imports import ROOT
 from train.base import platforms
 from train.base.file_lock import lock_file

@@ -24,7 +24,7 @@ from train.base.exit_status import ExitStatus
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftsmith.diagnosis.verify_export import ExportVerification
+    from draftsmith.auditing.verify_export import ExportVerification
 
 
 def export(
@@ -95,7 +95,7 @@ def export(
             f"draftsmith audit {verify} --target MODEL --drafter DIRECTORY"
         )
     from decode.model.loading import Target, load_target
-    from draftsmith.diagnosis.verify_export import engine_for, require_engine, verify_export
+    from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
     from draftsmith.export.engines import EngineTask
     from draftsmith.export.export_directory import (
         Measuring,

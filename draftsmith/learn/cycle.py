@@ -29,7 +29,7 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
-from draftsmith.diagnosis.verify_export import engine_for, verify_export
+from draftsmith.auditing.verify_export import engine_for, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.export_directory import (
