@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
 from draftsmith.diagnosis.engine import parse_reading
-from draftsmith.diagnosis.entry import Diagnosis, diagnose
+from draftsmith.diagnosis.entry import Diagnosis, cause_in_engine, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import ENGINES
@@ -246,14 +247,15 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
     monkeypatch.setattr(vllm, "serving", serve)
     monkeypatch.setattr(vllm, "version", lambda *_: "1")
 
-    def said(count: int, *trained: Path) -> str:
+    def said(count: int, trained: bool = True) -> str:
         asked = task(target(), tmp_path / "out", prompts=prompts(count, 0))
-        (failure,) = verify_export("vllm", asked, *trained).failures
+        diagnosed = partial(cause_in_engine, tmp_path / "drafter", asked) if trained else None
+        (failure,) = verify_export("vllm", asked, diagnosed).failures
         return failure
 
-    assert "The cause, by draftsmith diagnose: layers_below: " in said(24, tmp_path / "drafter")
-    assert "expected at least 20" in said(15, tmp_path / "drafter")
-    assert "run: draftsmith diagnose URL" in said(15)
+    assert "The cause, by draftsmith diagnose: layers_below: " in said(24)
+    assert "expected at least 20" in said(15)
+    assert "run: draftsmith diagnose URL" in said(15, trained=False)
 
 
 def test_a_server_that_is_gone_is_said_by_name() -> None:

@@ -5,7 +5,7 @@ The engine is started as a stage of a run starts it, and asked what an audit ask
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,6 @@ from draftsmith.auditing.asking import ask_texts
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
-from draftsmith.diagnosis.entry import diagnose, open_plain
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
 from draftsmith.export.export_directory import check_export, reload_export
 from train.base.platforms import require_posix
@@ -123,13 +122,14 @@ def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
     return require_engine(name, python)
 
 
-def verify_export(name: str, task: EngineTask, trained: Path | None = None) -> ExportVerification:
+def verify_export(
+    name: str, task: EngineTask, diagnosed: Callable[[ServerConfig], str] | None = None
+) -> ExportVerification:
     """Ask the engine for greedy answers with the drafter, judge each token by the target, and
     compare what it accepts with our own loop at the same γ. Also measure its speed, without and
-    with the drafter. An engine that accepts less is diagnosed.
+    with the drafter.
 
-    trained: the directory of the drafter that was exported; None: it is not here, and the command
-    of the diagnosis is said.
+    diagnosed: says why a running engine accepts less; None: the command that does is said.
 
     Raises UserError if the export is unsound, or if the engine does not read it, is not installed
     or breaks; the engine's log is then kept. Problems with the drafter itself are in `failures`.
@@ -161,7 +161,7 @@ def verify_export(name: str, task: EngineTask, trained: Path | None = None) -> E
             if drafts:
                 findings = replace(questions, urls=(url,)).greedy()
                 if _accepts_less(findings):
-                    cause = _cause(one.model_copy(update={"url": [url]}), task, trained)
+                    cause = _cause(one.model_copy(update={"url": [url]}), task, diagnosed)
             speeds.append([_speed(url, load, task, one) for load in task.loads])
     shutil.rmtree(directory)
     loads = [LoadSpeed(*each) for each in zip(task.loads, *speeds, strict=True)]
@@ -180,24 +180,21 @@ def _accepts_less(findings: Sequence[Finding]) -> bool:
     return differs and 0 < theirs < ours
 
 
-def _cause(config: ServerConfig, task: EngineTask, trained: Path | None) -> str:
+def _cause(
+    config: ServerConfig, task: EngineTask, diagnosed: Callable[[ServerConfig], str] | None
+) -> str:
     """Why the running engine accepts less, or how to find out."""
     command = (
         "To find the cause, start the engine as a server with this export, and run: draftsmith "
         f"diagnose URL --target MODEL --drafter DIRECTORY --gamma {task.gamma}, with the directory "
         "of the drafter that was exported"
     )
-    if trained is None:
+    if diagnosed is None:
         return command
     try:
-        drafter = open_plain(trained, task.target)
-        found = diagnose(
-            config.urls[0], task.target, drafter, task.prompts, config,
-            gamma=task.gamma, say=task.say,
-        )  # fmt: skip
+        return f"The cause, by draftsmith diagnose: {diagnosed(config)}"
     except UserError as error:
         return f"{command}. It was not found here: {error}"
-    return f"The cause, by draftsmith diagnose: {found.headline}"
 
 
 def _speed(url: str, load: int, task: EngineTask, config: ServerConfig) -> float:

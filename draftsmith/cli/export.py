@@ -1,6 +1,7 @@
 """`export` writes a drafter for inference engines, and proves it there; `import` reads one."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,6 +97,7 @@ def export(
         )
     from decode.model.loading import Target, load_target
     from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
+    from draftsmith.diagnosis.entry import cause_in_engine
     from draftsmith.export.engines import EngineTask
     from draftsmith.export.export_directory import (
         Measuring,
@@ -179,7 +181,8 @@ def export(
             reporter.say,
             **engine,
         )
-        verification = verify_export(verify, task, None if form is None else drafter)
+        diagnosed = partial(cause_in_engine, drafter, task) if form is not None else None
+        verification = verify_export(verify, task, diagnosed)
         reporter.table(_verification_table(verification))
         reporter.table(_loads_table(verification))
         for failure in verification.failures:

@@ -18,6 +18,7 @@ from draftsmith.diagnosis.engine import measure, measure_together, ready
 from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Acceptance
+from draftsmith.export.engines import EngineTask
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
 from train.engines.counters import DraftCounts
@@ -187,6 +188,15 @@ def diagnose(
     return Diagnosis(
         engine, len(prompts), shown, own, len(said) - 1, explanation, gamma, alone, together
     )
+
+
+def cause_in_engine(trained: Path, task: EngineTask, config: ServerConfig) -> str:
+    """Why the engine at the URL of `config` accepts what it does. trained: the directory of the
+    drafter whose export it has. Raises UserError as `diagnose` and `open_plain`."""
+    drafter = open_plain(trained, task.target)
+    return diagnose(
+        config.urls[0], task.target, drafter, task.prompts, config, gamma=task.gamma, say=task.say
+    ).headline
 
 
 def require_enough(prompts: int) -> None:
