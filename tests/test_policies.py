@@ -654,3 +654,19 @@ def test_no_token_that_was_drawn_is_left_out() -> None:
     drawn = looked_up([3, 3], [1, 1])
     drawn.q = torch.full((2, 3, 8), 1 / 8)
     assert policy.fed(drawn).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_left_out_of_looked_up_drafts_does_not_change_the_text_of_a_seed(
+    temperature: float,
+) -> None:
+    """Looked-up tokens are judged by exact match, so a text depends on its seed alone."""
+    sampling = Sampling(temperature, top_k=2)  # so that texts repeat themselves
+    prompts = [[11, 12, 13] * 4, [5, 6] * 5, [9, 8, 7, 9, 8, 7], [3]]
+    plain = Decoder(model("llama"), None, sampling=sampling).decode(prompts, 40, seed=3)
+    policy = Worth(4)
+    policy.use_costs(Costs(1e-3, 1, 0.0, (1, 2, 9), (1.0, 1.3, 3.0)))
+    drafted = Decoder(model("llama"), NgramDrafter(), sampling=sampling, policy=policy)
+    found = drafted.decode(prompts, 40, seed=3)
+    assert found.outputs == plain.outputs
+    assert sum(int(step.drafted.sum()) for step in found.steps) > 0
