@@ -234,8 +234,10 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
 ) -> None:
     drafter: Any = taught("eagle3")
     planted = MISTAKES["layers_below"]().make(drafter, target())
-    provenance = {"stage": "heads"}
-    save_heads(tmp_path / "drafter", drafter.heads, target=target(), provenance=provenance)
+    for part in (target().model, target().tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    one = replace(target(), name=str(tmp_path / "target"))
+    save_heads(tmp_path / "drafter", drafter.heads, target=one, provenance={"stage": "heads"})
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out")
 
     @contextmanager
@@ -248,7 +250,7 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
     monkeypatch.setattr(vllm, "version", lambda *_: "1")
 
     def said(count: int, trained: bool = True) -> str:
-        asked = task(target(), tmp_path / "out", prompts=prompts(count, 0))
+        asked = task(one, tmp_path / "out", prompts=prompts(count, 0))
         diagnosed = partial(cause_in_engine, tmp_path / "drafter", asked) if trained else None
         (failure,) = verify_export("vllm", asked, diagnosed).failures
         return failure
