@@ -5,8 +5,9 @@ from pathlib import Path
 
 from decode.rules import RULES
 from draftsmith.export.formats.readers import READERS, up_to
-from tests import kinds, reference
+from tests import reference
 from tests.controls import CONTROLS, enumerated, learning_controls
+from tests.kinds import BEGIN, END
 
 ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"`([a-z_]+)`")
@@ -110,11 +111,11 @@ def test_every_figure_stands_with_its_command_machine_and_date() -> None:
 def test_pages_leave_the_last_release_that_reads_a_layout_to_the_table() -> None:
     limits = {up_to(layout, engine) for layout in READERS for engine in READERS[layout]} - {""}
     assert limits
-    made = {ROOT / "docs" / name for name in reference.PAGES}  # there may be old ones
-    for page in {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - made:
+    pages = {ROOT / "docs" / name for name in reference.PAGES}  # there may be old ones
+    for page in {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")} - pages:
         if page.name != "readers.md":
-            before, _, table = page.read_text("utf-8").partition(kinds.BEGIN)
-            said = " ".join((before + table.partition(kinds.END)[2]).split())
+            written, _, rest = page.read_text("utf-8").partition(BEGIN)
+            said = " ".join((written + rest.partition(END)[2]).split())
             assert not [limit for limit in limits if limit.strip() in said], page
 
 
