@@ -249,7 +249,7 @@ def test_ids_of_texts_are_bounded(clients: int) -> None:
         full = min(clients * IDS["max_client_ids"], IDS["max_ids"])
         assert full - LONG < pool.size <= full + LONG
         # Four bytes each, also with the texts that have ended and are not collected yet.
-        found = (one for one in gc.get_objects() if isinstance(one, EdgeText))
+        found = (one for one in gc.get_objects() if type(one) is EdgeText)  # some are weak proxies
         every = [text for text in found if text.session.place.client in names]
         assert sum(sys.getsizeof(text.ids) for text in every) < 4.5 * pool.size + 100 * len(every)
         # The text of another one is there, and can use its share.
