@@ -45,11 +45,12 @@ class AutoregressiveDrafter(AttendingDrafter):
             )
         # Only new entries are computed: a list, as of one row.
         attend = self.attention(self._since, most, counts=new.sum(1))
-        at = to_device(new, device)
+        places = to_device(np.flatnonzero(new), device)
         text, positions = (to_device(x[new], device)[None] for x in (tokens, columns))
-        outputs = torch.zeros_like(states)
-        outputs[at] = self.heads.step(states[at][None], text, positions, attend)[0]
-        return outputs
+        outputs = torch.zeros_like(states).flatten(0, 1)
+        read = states.flatten(0, 1)[places][None]
+        outputs[places] = self.heads.step(read, text, positions, attend)[0]
+        return outputs.view(states.shape)
 
 
 class _Growth(Growth):
