@@ -72,6 +72,8 @@ def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Pat
         ("x=/a/b,y=/c/d;/e/f:/g/h,['/i/j','/k/l'] {z: /m/n}", "x=b,y=d;f:h,['j','l'] {z: n}"),
         ("C:\\runs\\lr=0.1,me\\x, runs/lr=0.1/me/x", "x, x"),
         ("org/name,org/other and org/name=3", "org/name,org/other and org/name=3"),
+        ("at FILE:///home/me/x, git+file:///a/b/y", "at x, y"),
+        ("vfs:///mnt/me/x and sqlite:////home/me/x.db", "x and x.db"),
         ("for $5/day and 5% of w/o", "for $5/day and 5% of w/o"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import hmac
 import json
-from base64 import b64encode
+from base64 import b64encode, urlsafe_b64encode
 from urllib.parse import quote
 
 import pytest
@@ -81,11 +81,13 @@ def test_who_is_let_in(
 def test_an_admin_key_is_seen_wherever_it_is_sent(key: str) -> None:
     guard = Guard(admin_key=key)
     quoted, basic = quote(key, safe=""), b64encode(f"name:{key}".encode()).decode()
+    url_safe = urlsafe_b64encode(f"a?>~ÿ:{key}".encode()).decode()
     for sent in (
         *(f"Bearer {key}", key, f'a="{key}"; b=c', f"x={key}", f"key={quoted}"),
         *(f"Basic {basic}", f"basic  {basic}", f"/v1/{quoted}/models", f"/{key}"),
         *(f"[{key}]", f"a|{key}|b", f"<{key}>", f"{{{key}}}", f"q=a+{key}", f"a?{key}#b"),
         *(f"{key}.", f"/files/{key}.json", f"v1.{key}", f"/~{key}~", f"{key}%", f"...{key}..."),
+        *(quote(quote(quoted, safe=""), safe=""), f"Basic\t{basic}", f"Basic {url_safe}"),
     ):
         assert guard.shows_admin_key([b"a=b", sent.encode()]), sent
     for other in (f"Bearer {key}s", f"Bearer my-{key}", f"{key}-2", f"{key}_2", f"1{key}"):

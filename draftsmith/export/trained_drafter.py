@@ -244,10 +244,12 @@ _INNER = rf"(?:(?:[^\s(){_ENDS}/\\]|(?!,){_SIGN})+[/\\])"
 # What a path may begin with: a user's directory, or a variable of a shell.
 _ROOT = r"(?:~[\w.+-]+|\$\{[^}\n]+\}|\$(?:env:)?[A-Za-z_]\w*|%\w+%)[/\\]"
 # Directories in a text: `/a/b/` of /a/b/c, `../` of ../c, also behind `=`, `[` or the like; not of
-# a URL. Without a sign where a path begins there are two or more: org/name is a hub's.
+# a URL, but for one without a host, as `sqlite:////a/b/c`. Without a sign where a path begins there
+# are two or more: org/name is a hub's.
 _DIRECTORIES = re.compile(
     rf"(?<![\w./\\~])(?:{_ROOT}{_PART}*|\.{{1,2}}[/\\]{_PART}*"
-    rf"|(?:file://[^\s/]*|~|[A-Za-z]:|\\)?[/\\]{_PART}+|(?!\d+[/\\]){_BARE}{_INNER}+(?=[^\s/\\]))"
+    rf"|(?:(?:[\w+]{{0,16}}(?i:file)://[^\s/]*|[\w+]{{1,16}}://(?=/)|~|[A-Za-z]:|\\)?[/\\])(?:(?<=//)/+)?{_PART}+"
+    rf"|(?!\d+[/\\]){_BARE}{_INNER}+(?=[^\s/\\]))"
 )
 
 

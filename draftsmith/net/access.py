@@ -76,12 +76,12 @@ class Guard:
 
     def shows_admin_key(self, sent: Iterable[bytes]) -> bool:
         """Whether a value that was sent, a header's, the path or the query, has the admin key as a
-        word, as it is, as URLs write it, or as Basic authentication does."""
+        word, as it is, quoted for URLs any number of times, or as in Basic authentication."""
         key = (self.admin_key or "").encode()
         return bool(key) and any(
             _has_word(text, key)
             for one in sent
-            for text in {one, unquote_to_bytes(one), _basic_text(one)}
+            for text in {one, unquote_to_bytes(one), _unquoted_often(one), _basic_text(one)}
         )
 
     def around(self, app: ASGIApp) -> ASGIApp:
@@ -143,6 +143,7 @@ class Guard:
 # What words end with in headers, paths, queries, and between a name and its password: all but
 # letters, digits, - and _, with which another key may go on. A key may have such signs too.
 _IN_WORD, _WORD_END = rb"[\w\x80-\xff-]", rb"[^\w\x80-\xff-]"
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 # Without keys: for programs of this machine, and the server's own page.
 LOCAL = Guard()
@@ -169,11 +170,18 @@ def bearer_key(authorization: str) -> bytes:
     return key.strip().encode("latin-1", "replace") if scheme.lower() == "bearer" else b""
 
 
+def _unquoted_often(text: bytes) -> bytes:
+    """A text that was quoted for URLs any number of times, in one pass: `%2525` is `%`, too."""
+    return unquote_to_bytes(re.sub(rb"%(?:25)+(?=[0-9A-Fa-f]{2})", b"%", text))
+
+
 def _basic_text(authorization: bytes) -> bytes:
-    """NAME:PASSWORD of Basic authentication (RFC 7617). Empty: it is none."""
-    scheme, _, credentials = authorization.strip().partition(b" ")
+    """NAME:PASSWORD of Basic authentication (RFC 7617). Empty: it is none. Both alphabets of base64
+    are read (RFC 4648, 4 and 5)."""
+    scheme, credentials, *_ = [*authorization.split(None, 1), b"", b""]
     with suppress(ValueError):
-        return base64.b64decode(credentials + b"==") if scheme.lower() == b"basic" else b""
+        if scheme.lower() == b"basic":
+            return base64.urlsafe_b64decode(credentials.translate(_URL_SAFE) + b"==")
     return b""
 
 
