@@ -26,6 +26,7 @@ ODD = ("http://[", "http://[::1", "http://\u2100", "http://\xff", "\udcff", "//"
         (Guard(), "GET", "/x", {"Host": "evil.example"}, 403),
         (Guard(), "GET", "/x", {"Host": "127.0.0.1.evil.example"}, 403),
         (Guard(), "GET", "/x", {"Host": "[oops"}, 403),
+        (Guard(), "GET", "/x", {"Host": "evil@localhost"}, 403),
         (Guard(paths=Paths(OPEN)), "GET", "/health", {"Host": "evil.example"}, None),
         (Guard(frozenset({"mine"})), "GET", "/x", {"Host": "Mine:80"}, None),
         # The site's own page; others only if they are allowed.

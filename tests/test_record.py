@@ -486,6 +486,7 @@ def test_a_request_that_leaves_the_text_alone_is_recorded(asked: dict[str, Any])
         ({"reasoning_tokens": 7}, {}, "reasoning that is not shown"),
         ({"completion_tokens_details": None}, {"reasoning_content": "hm"}, "has reasoning_content"),
         ({}, {"name": "Ann"}, "has name"),
+        ({}, {"weight": 0}, "has weight"),
         ({}, {"prefix": True}, "has prefix"),
         ({"lossy": "lenience"}, {}, "a lossy rule"),
     ],

@@ -222,9 +222,9 @@ def _netloc(origin: str) -> str:
 
 
 def _host_name(host: str) -> str:
-    """Without the port, and without the brackets of an address."""
+    """Without the port, and without the brackets of an address. "": it is no host."""
     try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
+        return "" if "@" in host else (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:
         return ""
 

@@ -23,6 +23,8 @@ FREE = frozenset(
         *("return_tokens_as_token_ids", "rid", "cache_prompt", "id_slot", "timings_per_token"),
     )
 )
+# What a key of a message may have that says nothing.
+EMPTY = (None, "", [], {})
 # What it may have with one of these values, which ask for nothing. null always asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions", "documents", "bad_words", "stop_token_ids"), ([],)),
@@ -173,8 +175,9 @@ def _messages(value: Any) -> list[dict[str, str]]:
         if not isinstance(message, dict) or message.get("tool_calls"):
             raise NotRecorded("a message has tool calls, or is no object")
         # A template may write them into the prompt: a name, earlier reasoning, a beginning to go
-        # on with.
-        more = {_shown(name) for name, x in message.items() if x} - {"role", "content"}
+        # on with, a number that is 0.
+        said = {name for name, x in message.items() if x not in EMPTY}
+        more = set(map(_shown, said - {"role", "content"}))
         if more:
             raise NotRecorded(f"a message has {', '.join(sorted(more)[:SHOWN])}")
         role, content = message.get("role"), message.get("content")
