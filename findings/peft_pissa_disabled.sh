@@ -8,8 +8,8 @@
 #   True: adapter on 0.0, off 0.0, likeliest token changed at 0 of 10 places
 #   gaussian: adapter on 0.0, off 0.0, likeliest token changed at 0 of 10 places
 #   orthogonal: adapter on 0.0, off 0.0, likeliest token changed at 0 of 10 places
-#   pissa: adapter on 0.0, off 6.5, likeliest token changed at 7 of 10 places
-#   olora: adapter on 0.0, off 9.9, likeliest token changed at 10 of 10 places
+#   pissa: adapter on 0.0, off 5.7, likeliest token changed at 9 of 10 places
+#   olora: adapter on 0.0, off 7.1, likeliest token changed at 10 of 10 places
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
