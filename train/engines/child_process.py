@@ -6,6 +6,7 @@ even if that is killed (`guard.py`).
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -192,10 +193,13 @@ def serving(
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on, chosen by the system."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on. It is none of those that systems give to connections:
+    one of these could be taken before an engine that starts for a minute listens."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment_of(name: str) -> Path:

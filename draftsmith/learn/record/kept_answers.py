@@ -24,7 +24,7 @@ FREE = frozenset(
     )
 )
 # What a key of a message may have that says nothing.
-EMPTY = (None, "", [], {})
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 # What it may have with one of these values, which ask for nothing. null always asks for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tools", "functions", "documents", "bad_words", "stop_token_ids"), ([],)),
