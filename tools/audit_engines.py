@@ -167,12 +167,16 @@ def serve_vllm(
 
 
 @contextmanager
-def serve_llama(place: Path, target: str, **options: Any) -> Iterator[str]:
+def serve_llama(
+    place: Path, target: str, source: str | None = None, **options: Any
+) -> Iterator[str]:
+    """source: the directory that the file was made from, where only llama.cpp reads the file."""
     exactly = FLOAT32 | {"metrics": True}
     if "model_draft" in options:
         options["model_draft"] = str(place / options["model_draft"])
     config = ServerConfig(launch="llama-server", concurrency=8, options=exactly | options)
-    with launched(config, _target(place, target), LONGEST, place) as (url,):
+    served = replace(_target(place, source or target), name=str(place / target))
+    with launched(config, served, LONGEST, place) as (url,):
         yield url
 
 

@@ -57,7 +57,7 @@ def in_vllm(served: str, **method: Any) -> Serve:
 
 def in_llama(place: Path) -> AbstractContextManager[str]:
     options = {"spec_type": "draft-mtp", "spec_draft_n_max": GAMMA, "spec_draft_p_min": 0}
-    return serve_llama(place, f"out/{MODEL}", **options)
+    return serve_llama(place, f"out/{MODEL}", source="target", **options)
 
 
 @dataclass(frozen=True)
