@@ -98,6 +98,32 @@ inline float largest_of(Floats x) {
   return most;
 }
 
+// Numbers of a and then of b in the order of a control, two bits each: of every four (`within`), or all
+// four at a time.
+inline Floats shuffled(Floats a, Floats b, int control, bool within) {
+  Floats y;
+  for (int i = 0; i < 16; i++) {
+    const int part = within ? i % 4 : i / 4, chosen = control >> 2 * part & 3;
+    const int at = within ? i / 4 * 4 + chosen : chosen * 4 + i % 4;
+    y[i] = part < 2 ? a[at] : b[at];
+  }
+  return y;
+}
+
+inline Floats in_order(Words order, Floats x) {
+  int at[16];
+  std::memcpy(at, &order, 64);
+  Floats y;
+  for (int i = 0; i < 16; i++) y[i] = x[at[i]];
+  return y;
+}
+
+template <class... Numbers>
+inline Words words(Numbers... numbers) {
+  const int y[16] = {numbers...};
+  return read<Words>(y);
+}
+
 inline Words left(Words x, int count) {
   uint32_t y[16];
   std::memcpy(y, &x, 64);
@@ -123,6 +149,7 @@ inline Words in_turns(Words a, Words b, int half) {
 #define __m512 emulated::Floats
 #define __m512i emulated::Words
 #define __m512bh emulated::Pairs
+#define _mm512_add_ps(a, b) ((a) + (b))
 #define _mm512_castsi512_ps(x) emulated::bits<emulated::Floats>(x)
 #define _mm512_cvtepu16_epi32 emulated::widened
 #define _mm512_cvtneps_pbh emulated::narrowed
@@ -130,12 +157,16 @@ inline Words in_turns(Words a, Words b, int half) {
 #define _mm512_loadu_ps emulated::read<emulated::Floats>
 #define _mm512_loadu_si512 emulated::read<emulated::Words>
 #define _mm512_mul_ps(a, b) ((a) * (b))
+#define _mm512_permutexvar_ps emulated::in_order
 #define _mm512_reduce_add_ps emulated::sum_of
 #define _mm512_reduce_max_ps emulated::largest_of
 #define _mm512_set1_epi32 emulated::all32
 #define _mm512_set1_epi8 emulated::all8
 #define _mm512_set1_ps emulated::all
+#define _mm512_setr_epi32 emulated::words
 #define _mm512_setzero_ps() emulated::all(0)
+#define _mm512_shuffle_f32x4(a, b, control) emulated::shuffled(a, b, control, false)
+#define _mm512_shuffle_ps(a, b, control) emulated::shuffled(a, b, control, true)
 #define _mm512_slli_epi32 emulated::left
 #define _mm512_storeu_ps emulated::write
 #define _mm512_sub_ps(a, b) ((a) - (b))
