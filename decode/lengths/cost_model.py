@@ -158,7 +158,7 @@ class CostModel(Policy):
             # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
             self._waited = 0.0 if verification.depths.any() else self._waited + emitted
             return
-        tried, kept = self._outcomes(verification)
+        tried, kept = self._outcomes(verification.depths, verification.accepted)
         self._tried += tried.sum(0)
         self._accepted += kept.sum(0)
         asked = np.minimum(verification.depths, verification.draft_steps).sum()
@@ -186,13 +186,12 @@ class CostModel(Policy):
         self._passes.see(verification.fed, verification.verify_s + seconds - more)
         return more
 
-    def _outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
-        """bool [B, max_depth] each: the positions that were reached, and those accepted."""
+    def _outcomes(self, offered: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """bool [B, max_depth] each: the positions that were reached, and those accepted, of rows
+        with so many offered and accepted tokens, int [B]."""
         positions = np.arange(self.max_depth)
-        tried = (verification.depths[:, None] > positions) & (
-            verification.accepted[:, None] >= positions
-        )
-        return tried, tried & (verification.accepted[:, None] > positions)
+        tried = (offered[:, None] > positions) & (accepted[:, None] >= positions)
+        return tried, tried & (accepted[:, None] > positions)
 
     def _see_draft(self, seconds: float, depth: int) -> None:
         if self._new_text:

@@ -118,10 +118,7 @@ class Worth(CostModel):
         expected = self._acceptance()
         super().observe(verification)
         if self._sure is not None and len(self._sure) == len(verification.rows):
-            at = np.arange(self.max_depth)
-            reached = verification.accepted[:, None] >= at
-            tried = (verification.drafted[:, None] > at) & reached
-            kept = tried & (verification.accepted[:, None] > at)
+            tried, kept = self._outcomes(verification.drafted, verification.accepted)
             same = np.arange(LONGEST + 1)[:, None] == self._sure
             self._found *= self.memory ** (float(verification.emitted.mean()) / LONGER)
             self._found += np.stack([same @ kept.astype(float), same @ tried.astype(float)])
@@ -129,6 +126,6 @@ class Worth(CostModel):
         faded = self.memory**verification.emitted
         self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
         if verification.draft_steps:
-            tried, kept = self._outcomes(verification)
+            tried, kept = self._outcomes(verification.depths, verification.accepted)
             self._kept += kept.sum(1)
             self._expected_of += tried @ expected
