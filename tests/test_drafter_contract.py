@@ -156,7 +156,7 @@ MORE_LAWS = [
     ("speculative", "few slots", "plain"),
     ("coupled", "vertical", "penalised"),
     ("speculative", "longest match", "plain"),
-    ("speculative", "ngram", "plain"),
+    ("speculative", "ngram", "penalised"),
     ("block", "chain", "plain"),
 ]
 
