@@ -129,8 +129,7 @@ def test_scores_are_counted_where_no_kernel_makes_a_few_at_a_time(
         logits = lm.read(ids, start, counts)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     assert lm.fed in ((38, 40) if heads else (198, 200))  # with padding or without
-    # Slots are padded to 112.
-    assert 4 * 100 * 40 * bool(heads) <= largest.numbers <= 4 * 40 * 128
+    assert largest.numbers <= 4 * 40 * 128  # slots are padded
     # Per pair of a token and a slot: a mask, and copies of the scores.
     assert memory.pass_bytes(model, 200, 100) >= (40 if heads else 200) * 100 * (5 + 12 * heads)
 
