@@ -26,7 +26,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward.prepare_model import prepare
 from decode.model.hidden_states import FINAL
-from decode.model.memory import expanded_bytes, slot_bytes
+from decode.model.memory import expanded_bytes, pass_bytes, slot_bytes
 from decode.stop_strings import StopStrings
 from decode.verification import Verification
 from heads.heads_drafter import AttendingDrafter
@@ -440,8 +440,9 @@ def test_the_bytes_of_a_slot_are_those_allocated(family: str, fields: dict[str, 
     assert used == slot_bytes(model) * 2 * lm._slots.allocated[1]
     with torch.device("meta"):
         assert slot_bytes(type(model)(model.config)) == slot_bytes(model)
-    # For each of 4 heads a pass makes 8 + 8 numbers of the latent part, and keys of 8 + 8.
-    assert expanded_bytes(model) == (4 * 4 * (16 + 16) if family == "deepseek_v3" else 0)
+    # For each of 4 heads a pass makes 8 + 8 numbers of the latent part, keys of 8 + 8, and values
+    # as wide as these.
+    assert expanded_bytes(model) == (4 * 4 * (16 + 16 + 16) if family == "deepseek_v3" else 0)
 
 
 def test_a_context_without_memory_is_refused_before_it_is_read(
@@ -459,7 +460,7 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     with monkeypatch.context() as patch:
         patch.setattr(which.lm, "forward", forward)
         with pytest.raises(
-            UserError, match=rf"for 2 rows of .*\({each:,} bytes per token\).*fewer"
+            UserError, match=rf"for 2 rows of .*\({each:,} bytes per token, and .*fewer"
         ):
             decoding.admit(PROMPTS[4:5], 2 * NEW)
     assert finish(decoding) == {0: expected}
@@ -468,7 +469,7 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     # What the drafter keeps counts too, before the target reads anything.
     for drafted in with_drafts:
         slots = drafted.slots(len(PROMPTS[0]), NEW)
-        enough = (slots + 1) * each
+        enough = (slots + 1) * each + pass_bytes(drafted.lm.model, slots, slots)
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=enough: free)
         which.decode(PROMPTS[:1], NEW)
         monkeypatch.setattr(drafted.lm, "forward", forward)

@@ -346,13 +346,23 @@ def test_weights_of_other_parts_may_be_left_over(copy: Path) -> None:
         "model.layers.0.self_attn.k_scale",
         "model.layers.0.self_attn.rotary_emb.cos_cached",
         "model.layers.0.mlp.gate_proj._extra_state",
+        "multi_modal_projector.weight",
+        "image_newline",
+        "resampler.query",
+        "resampler.attn.out_proj.weight",
     )
     assert load_target(str(copy)).model.config.num_hidden_layers == 2
 
 
 @pytest.mark.parametrize("name", ["model.final_norm.weight", "proj.weight", "model.scale"])
-def test_a_layer_beside_those_of_the_model_may_not(name: str, copy: Path) -> None:
-    add_weights(copy, name)
+@pytest.mark.parametrize(
+    "other",
+    [(), ("mtp.fc.weight", "mtp.layers.0.mlp.weight"), ("vision_tower.layers.7.q_proj.bias",)],
+)
+def test_a_layer_beside_those_of_the_model_may_not(
+    name: str, other: tuple[str, ...], copy: Path
+) -> None:
+    add_weights(copy, name, *other)
     with pytest.raises(UserError, match=rf"hold 1 weights .*{name} \(Llama\w+ has no \w+"):
         load_target(str(copy))
 
@@ -388,6 +398,10 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0} | {
         ({"rope_parameters": ROPE | {"rope_theta": 0}}, "rope_parameters.rope_theta is 0"),
         ({"rope_parameters": ROPE | {"rope_type": "linear", "factor": -2.0}}, "factor is -2.0"),
         ({"rope_parameters": LONG_ROPE | {"long_factor": [2.0] * 3}}, "have 4 and 3 numbers"),
+        (
+            {"rope_parameters": LONG_ROPE | {"short_factor": [1.0], "long_factor": [2.0]}},
+            "have 1 and 1 numbers",
+        ),
         ({"num_local_experts": 4, "num_experts_per_tok": 10**7}, "4 experts; expected 1 to 4"),
     ],
 )

@@ -13,7 +13,8 @@ from decode.draw.sampling import Sampling
 from decode.lengths import Policy
 from decode.loop.parts import Part, Parts
 from decode.loop.rows import RowSettings
-from decode.model.cache.cached_model import PASS_TOKENS, CachedLM
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.fed_rows import PASS_TOKENS
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.memory import affordable_slots
 from decode.rules import Rule, used_rule

@@ -50,8 +50,10 @@ def require_sound_numbers(source: str, config: Any) -> None:
             "correct it, or get the file again"
         )
     for kind in rope_kinds(config.get_text_config()):
-        short, long = (len(kind.get(f"{text}_factor") or ()) for text in ("short", "long"))
-        if kind.get("rope_type") == "longrope" and short != long:
+        lists = (kind.get(f"{text}_factor") for text in ("short", "long"))
+        short, long = (len(x) if isinstance(x, list) else 0 for x in lists)
+        # A list of one number would count for all pairs.
+        if kind.get("rope_type") == "longrope" and (short != long or short < 2):
             raise UserError(
                 f"short_factor and long_factor have {short} and {long} numbers in the config of "
                 f"{source}, expected one each for every pair of a head's dimensions; get the file "

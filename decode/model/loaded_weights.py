@@ -21,6 +21,10 @@ TABLES = re.compile(
 # The projection that every layer of multi-token prediction has, and no other layer. Some families
 # keep these layers behind the decoder's own, in the same list.
 PREDICTS_AHEAD = "eh_proj"
+# What single layers and tensors that join such a part to the model are called.
+JOINS = re.compile(
+    r"multi_?modal|mm_|image|visi|visual|audio|speech|video|view|language_proj|query_tok"
+)
 
 
 def require_same_weights(source: str, model: Any, info: Mapping[str, Any]) -> None:
@@ -29,8 +33,8 @@ def require_same_weights(source: str, model: Any, info: Mapping[str, Any]) -> No
 
     info: the loading info of transformers, whose `unexpected_keys` lack those that the model's
     class ignores. Weights of parts that the model does not have may be left over, such as a vision
-    tower or a module of multi-token prediction. If there are no such parts, a single layer or
-    tensor beside those of the model may not.
+    tower or a module of multi-token prediction, and what joins them to the model. Another single
+    layer or tensor beside those of the model may not.
     """
     if info["mismatched_keys"]:
         sizes = [
@@ -63,7 +67,7 @@ def _left_over(model: Any, unexpected: Collection[str]) -> dict[str, str]:
         parts.setdefault(name, part)
     quantised = getattr(model, "hf_quantizer", None) is not None
     ahead = {key[: key.index(PREDICTS_AHEAD)] for key in unexpected if PREDICTS_AHEAD in key}
-    found, beside, apart = dict[str, str](), dict[str, str](), False
+    found, beside, apart = dict[str, str](), dict[str, str](), set[str]()
     for key in unexpected:
         path, _, name = key.rpartition(".")
         # A quantiser has tensors of its own beside a layer's.
@@ -75,11 +79,24 @@ def _left_over(model: Any, unexpected: Collection[str]) -> dict[str, str]:
         if why := _place(parts, path, name):
             found[key] = why
         elif place not in parts:
-            apart = True
+            apart.add(_outermost(parts, key))
         elif not any(step.isdecimal() for step in path.split(".")):
             rest = key.removeprefix(f"{place}.")
             beside[key] = f"{type(parts[place]).__name__} has no {rest}"
-    return found if found or apart else beside
+    joins = {key for key in beside if _outermost(parts, key) in apart or JOINS.search(key)}
+    return found or {key: why for key, why in beside.items() if not (apart and key in joins)}
+
+
+def _outermost(parts: Mapping[str, nn.Module], key: str) -> str:
+    """The part of the files that a tensor belongs to: its first step that is no part of the model.
+
+    >>> _outermost({"": nn.Module(), "model": nn.Module()}, "model.tower.layers.0.weight")
+    'model.tower'
+    """
+    steps = key.split(".")
+    ends = range(1, len(steps) + 1)
+    paths = (".".join(steps[:end]) for end in ends)
+    return next((path for path in paths if path not in parts), key)
 
 
 def _place(parts: Mapping[str, nn.Module], path: str, name: str) -> str | None:

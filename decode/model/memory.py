@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from decode.base.errors import MemoryShortage
+from decode.model.cache.fed_rows import pass_limit
 from decode.model.cache_names import cache_of
 from decode.model.kinds.layer_kinds import attention_sizes
-from decode.model.pretrained import has_encoder, text_of
+from decode.model.pretrained import decoder_config, has_encoder, text_of
 
 # A container's limit, what it uses of it, and what of that is files that can be dropped: the entry
 # of memory.stat. As the kernel writes them for cgroups, versions 2 and 1.
@@ -29,8 +31,23 @@ CONTAINERS = (
 )
 
 
-# By the class and the config of a model: the numbers of `slot_bytes` and of `expanded_bytes`.
-_NUMBERS: dict[tuple[type, str], tuple[int, int]] = {}
+# Each score is copied as it is masked and normalised, in float32.
+SCORE_BYTES = 12
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Of a token: `slot_bytes`, `expanded_bytes`, and queries and outputs of a latent attention, in
+    numbers. scored: see `scored_heads`."""
+
+    kept: int
+    expanded: int
+    queried: int
+    scored: int
+
+
+# By the class and the config of a model, and its attention.
+_NUMBERS: dict[tuple[type, str, str, bool], _Numbers] = {}
 
 
 def slot_bytes(model: PreTrainedModel) -> int:
@@ -38,45 +55,70 @@ def slot_bytes(model: PreTrainedModel) -> int:
 
     Running states do not count: they do not grow with the text. Layers with a window count as the
     others do. The model needs no weights."""
-    return _numbers(model)[0] * model.dtype.itemsize
+    return _numbers(model).kept * model.dtype.itemsize
 
 
 def expanded_bytes(model: PreTrainedModel) -> int:
     """The bytes that a pass makes of each token's slots while one layer runs.
 
     Multi-head latent attention makes the keys and values of all heads anew in each pass, of all
-    tokens so far. Other kinds read their slots as they are: 0."""
-    return _numbers(model)[1] * model.dtype.itemsize
+    tokens so far, and on a CPU the values once more, as wide as the keys. Other kinds read their
+    slots as they are: 0."""
+    return _numbers(model).expanded * model.dtype.itemsize
+
+
+def scored_heads(model: PreTrainedModel) -> int:
+    """The heads of a layer whose scores a pass has in memory together: those of attention that is
+    computed as it is defined. 0 if a kernel makes a few scores at a time."""
+    return _numbers(model).scored
+
+
+def pass_bytes(model: PreTrainedModel, tokens: int, slots: int) -> int:
+    """The most bytes that a pass takes beside hidden states while one layer runs, of those that
+    read `tokens` of all rows in texts of `slots` slots: the mask, all scores (`scored_heads`), and
+    the queries of latent attention, which are wider than hidden states."""
+    numbers, size = _numbers(model), model.dtype.itemsize
+    each = numbers.queried * size + slots * (1 + size + numbers.scored * SCORE_BYTES)
+    return min(tokens, pass_limit(slots, numbers.scored)) * each
 
 
 class _Attended(TorchFunctionMode):
-    """Notes the most numbers that the keys and values of a layer's attention are parts of."""
+    """Notes, of the layers' attention, the most numbers that the keys and values of a layer are
+    parts of or are copied to, those of its queries and outputs, and the calls of kernels. own: how
+    many calls have a mask for each head, narrow: how many have values of another width than keys.
+    """
 
-    numbers = 0
+    numbers = queried = calls = own = narrow = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is F.scaled_dot_product_attention and len(args) == 3:
             stored = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in args[1:]}
-            self.numbers = max(self.numbers, sum(stored.values()) // args[1].itemsize)
+            made = sum(stored.values()) // args[1].itemsize
+            wide, mask = max(x.shape[3] for x in args[1:]), (kwargs or {}).get("attn_mask")
+            made += sum(x[..., 0].numel() * wide for x in args[1:] if x.shape[3] < wide)
+            self.numbers, self.calls = max(self.numbers, made), self.calls + 1
+            # Models turn a part of the queries and join it again; outputs are brought into order.
+            self.queried = max(self.queried, 2 * (args[0].numel() + args[0][..., 0].numel() * wide))
+            self.own += mask is not None and mask.ndim == 4 and mask.shape[1] > 1
+            self.narrow += args[1].shape[3] != args[2].shape[3]
         return func(*args, **(kwargs or {}))
 
 
-def _numbers(model: PreTrainedModel) -> tuple[int, int]:
-    kind = type(model), text_of(model.config)
+def _numbers(model: PreTrainedModel) -> _Numbers:
+    # Models that another library has changed have their own attention (`prepare_model`).
+    theirs = getattr(model, "hf_quantizer", None) is not None and model.device.type == "cpu"
+    kind = type(model), text_of(model.config), str(model.config._attn_implementation), theirs
     if kind not in _NUMBERS:
-        _NUMBERS[kind] = _counted_numbers(model)
+        _NUMBERS[kind] = _counted_numbers(model, theirs)
     return _NUMBERS[kind]
 
 
-def _counted_numbers(model: PreTrainedModel) -> tuple[int, int]:
-    """How many numbers a cache gets from a pass over one token, and how many `expanded_bytes`
-    counts.
-
-    No config says it of every model: multi-head latent attention keeps what its keys and values are
-    made of, and some layers keep nothing. So a copy of the model is run that has shapes and no
-    values. If it cannot run so, the number is that of the heads in the config."""
+def _counted_numbers(model: PreTrainedModel, theirs: bool) -> _Numbers:
+    """No config says them of every model: multi-head latent attention keeps what its keys and
+    values are made of, and some layers keep nothing. So a copy of the model is run that has shapes
+    and no values, over one token. If it cannot run so, the heads in the config are counted."""
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
     config._experts_implementation = "batched_mm"  # the others read which experts a token has
@@ -96,9 +138,18 @@ def _counted_numbers(model: PreTrainedModel) -> tuple[int, int]:
     sizes = attention_sizes(model)
     numbers = sum(x.shape[1] * x.shape[3] for x in states)
     latent = all(x.shape[1] == 1 for x in states) and any(x.key_heads > 1 for x in sizes)
-    return (
+    all_scores = (
+        config._attn_implementation == "eager"
+        or getattr(decoder_config(model), "attn_logit_softcapping", None)
+        or (states and not attended.calls)
+        or attended.own
+        or (theirs and attended.narrow)
+    )
+    return _Numbers(
         numbers or 2 * sum(x.key_heads * x.head_size for x in sizes),
         attended.numbers if numbers and latent else 0,
+        attended.queried if numbers and latent else 0,
+        max((x.heads for x in sizes), default=0) if all_scores else 0,
     )
 
 
@@ -131,10 +182,16 @@ def _free_in_containers() -> list[int]:
 
 def affordable_slots(model: PreTrainedModel, rows: int, slots: int) -> int:
     """At most `slots`, and few enough that keys and values of `rows` rows take half of the free
-    memory of the model's device. A model on several devices is not checked."""
+    memory of the model's device, and a pass the other half at most. A model on several devices is
+    not checked."""
     free = _free_bytes_of(model)
+    if free is None:
+        return slots
     each = slot_bytes(model) + expanded_bytes(model)
-    return slots if free is None else min(slots, free // (2 * max(each * rows, 1)))
+    slots = min(slots, free // (2 * max(each * rows, 1)))
+    while pass_bytes(model, rows * slots, slots) > free / 2:
+        slots //= 2
+    return slots
 
 
 def _free_bytes_of(model: PreTrainedModel) -> int | None:
@@ -151,8 +208,8 @@ def require_memory(
     *,
     drafter_bytes: int = 0,
 ) -> None:
-    """Check, before any forward, that keys and values of `rows` × `slots` tokens fit into the free
-    memory of the model's device.
+    """Check, before any forward, that keys and values of `rows` × `slots` tokens, and what a pass
+    makes beside them, fit into the free memory of the model's device.
 
     held: the rows and slots that are allocated now. They are copied when the memory grows, keys
     first, then values, so half of them exist twice for a moment. drafter_bytes: what the drafter
@@ -163,12 +220,13 @@ def require_memory(
         return
     free = _free_bytes_of(model)
     each = slot_bytes(model) + drafter_bytes
-    most = each + expanded_bytes(model)
-    needed = most * rows * slots - each * held[0] * held[1] // 2
+    most, beside = each + expanded_bytes(model), pass_bytes(model, rows * slots, slots)
+    needed = most * rows * slots + beside - each * held[0] * held[1] // 2
     if free is not None and needed > free:
         whose = type(model).__name__ + (" and its drafter" if drafter_bytes else "")
         raise MemoryShortage(
             f"the keys and values of {whose} for {rows} rows of {slots:,} tokens take "
-            f"{needed / 1e9:.2f} GB ({most:,} bytes per token), and {free / 1e9:.2f} GB are free; "
-            "decode fewer rows together, or shorten prompts or max_new_tokens"
+            f"{needed / 1e9:.2f} GB ({most:,} bytes per token, and {beside / 1e9:.2f} GB for a "
+            f"pass), and {free / 1e9:.2f} GB are free; decode fewer rows together, or shorten "
+            "prompts or max_new_tokens"
         )

@@ -13,9 +13,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.model.cache.fed_rows import pass_limit
 from decode.model.kinds.layer_kinds import attention_sizes
 from decode.model.loading import Target
-from decode.model.memory import expanded_bytes, slot_bytes
+from decode.model.memory import expanded_bytes, pass_bytes, scored_heads, slot_bytes
 from distill.teacher.cached_features import bytes_per_token
 from heads.heads_module import Heads
 from heads.layers.layer_config import layer_config
@@ -121,12 +122,14 @@ def mask_bytes(tokens: int, longest: int, pairs: float, copies: int, itemsize: i
 def decoding_memory(
     target: Target, target_bytes: int, *, rows: int, prompt: int, new: int, width: int = 1
 ) -> StageMemory:
-    """The memory of decoding `rows` together: their prompts are read in one pass, and they get at
+    """The memory of decoding `rows` together: their prompts are read in passes, and they get at
     most `new` tokens each. width: the tokens of a row that a pass gives logits for."""
     tokens = rows * (prompt + new)
+    fed = min(rows * prompt, pass_limit(prompt, scored_heads(target.model)))
     return StageMemory(
         target=target_bytes,
-        activations=forward_bytes(target.model, rows * prompt)
+        activations=forward_bytes(target.model, fed)
+        + pass_bytes(target.model, fed, prompt)
         + tokens * expanded_bytes(target.model),
         states=tokens * slot_bytes(target.model),
         logits=rows * width * target.vocab_size * LOGIT_BYTES,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
+from decode.model.cache.fed_rows import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
 from decode.model.cache.long_read import LongRead
 from decode.model.cache.real_tokens import Listed
 from decode.model.cache.sliding_window import SlidingWindow
@@ -28,19 +29,8 @@ from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.kinds.decoder_positions import NodePositions, at_positions
 from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.kinds.recurrent_states import RecurrentStates
+from decode.model.memory import scored_heads
 from decode.model.trials import require_chains, require_skipping, require_tree_masks
-
-# How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
-# activations larger, but not cheaper per token.
-PASS_TOKENS = 4096
-
-# The same for a model that sees only a window of the text, if the window is shorter: attention in a
-# pass grows with its square.
-SHORT_PASS_TOKENS = 512
-
-# The most numbers in the mask of such a pass: tokens of all rows, times slots. In a long text, a
-# pass feeds fewer tokens, but never fewer than SHORT_PASS_TOKENS for this reason.
-MASK_SIZE = 1 << 26
 
 
 class CachedLM(CachedRows):
@@ -87,7 +77,7 @@ class CachedLM(CachedRows):
         super().__init__(model, forward or prepare(model), pass_tokens)
         self.features: Mapping[int, Tensor] = {}
         self.fed = 0
-        self._trial = trial
+        self._trial, self._scored = trial, scored_heads(model)
         self._takes_trees = trial  # known after the first tree
         self._nodes = NodePositions()
         if not trial:
@@ -289,7 +279,7 @@ class CachedLM(CachedRows):
 
         counts: int [B], row b has that many tokens, the rest of its ids is padding, whose slots are
         overwritten later. A pass takes at most `pass_tokens` tokens, in a long text fewer
-        (`MASK_SIZE`), at least one of each row, and little padding (`pads_little`). `features` has
+        (`pass_limit`), at least one of each row, and little padding (`pads_little`). `features` has
         the hidden states of all passes, [B, n, H]. A row without tokens has logits without a
         meaning; one row has some.
         """
@@ -301,8 +291,8 @@ class CachedLM(CachedRows):
         return read.logits
 
     def pass_limit(self, slots: int) -> int:
-        """The most tokens of a pass in texts of `slots` slots (`MASK_SIZE`)."""
-        return min(self.pass_tokens, max(MASK_SIZE // max(slots, 1), SHORT_PASS_TOKENS))
+        """See `fed_rows.pass_limit`."""
+        return pass_limit(slots, self._scored, self.pass_tokens)
 
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""

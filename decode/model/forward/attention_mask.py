@@ -10,16 +10,17 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from decode.model.cache.fed_rows import MASK_SIZE
 from decode.model.cache.slots import SlotLayer
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
 # width at a time. With this padding, masked slots at the end do not change any partial sum.
 SLOT_STEP = 16
 
-# In a pass over more tokens than this, the query heads that share a key head are computed one after
-# the other. Then the mask is not repeated for each of them.
+# In a pass over more tokens than this, or with a mask that would be too large, the query heads that
+# share a key head are computed one after the other. Then the mask is not repeated for each of them.
 SHORT_FEED = 256
 
 # Gets the queries [B, N, n, D] of a layer, keys and values [B, K, S, D], and the scale of scores.
@@ -27,6 +28,20 @@ Watch = Callable[[Tensor, Tensor, Tensor, float], None]
 
 # Maps queries [B, N, n, D] and the same tokens' keys and values [B, K, n, D] to [B, N, n, D].
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with zeros behind the narrower heads, on a CPU, where PyTorch stores all scores of
+    an attention whose values are not as wide as its keys, as those of latent attention. Scores stay
+    the same; the output has zeros behind it too, and the scale is that of the narrower queries."""
+    wide = max(key.shape[3], value.shape[3])
+    if query.device.type != "cpu" or key.shape[3] == value.shape[3]:
+        return query, key, value
+    narrow = (query, key, value)
+    query, key, value = (
+        x if x.shape[3] == wide else pad(x, (0, wide - x.shape[3])) for x in narrow
+    )
+    return query, key, value
 
 
 class AttentionMask:
@@ -72,21 +87,24 @@ class AttentionMask:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
     ) -> Tensor:
-        """query: [B, N, n, D]; key, value: [B, K, S, D]. Returns [B, N, n, D].
+        """query: [B, N, n, D]; key: [B, K, S, D]; value: [B, K, S, E]. Returns [B, N, n, E].
 
         softcap: scores are softcap · tanh(scores / softcap).
         """
         if self.watch is not None:
             self.watch(query, key, value, scale)
-        mask, group, fed = self.additive, query.shape[1] // key.shape[1], query.shape[2]
         if softcap is not None:
             return self._capped(query, key, value, scale, softcap)
+        return self._attend(*equally_wide(query, key, value), scale)[..., : value.shape[3]]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        mask, group, fed = self.additive, query.shape[1] // key.shape[1], query.shape[2]
         if mask is None:
             return scaled_dot_product_attention(
                 query, key, value, is_causal=fed > 1, scale=scale, enable_gqa=group > 1
             )
         query = query.unflatten(1, (key.shape[1], group))
-        if fed > SHORT_FEED:
+        if fed > SHORT_FEED or group * mask.numel() > MASK_SIZE:
             heads = [
                 scaled_dot_product_attention(x, key, value, attn_mask=mask, scale=scale)
                 for x in query.unbind(2)

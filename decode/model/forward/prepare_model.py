@@ -183,9 +183,13 @@ def _chosen_forward(
             f"{name} has an encoder, and another library has wrapped or quantised it; load it on "
             "one device and without quantisation"
         )
-    if not (packed or encoder or counts_positions(model)):
+    # PyTorch's own choice for a CPU may store all scores.
+    alone = on_cpu and not is_wrapped(model)
+    if not (packed or encoder or alone or counts_positions(model)):
         return None, reason
-    other = packed_copy(model, our_attention=True) if packed else _sharing_copy(model)
+    other = packed_copy(model) if packed else _sharing_copy(model)
+    if packed or alone:
+        replace_attention(other)
     read_positions(other)
     return DecoderForward(other) if encoder else TransformersForward(other), reason
 

@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from decode.model.cache.slots import SlotLayer
 from decode.model.cache_names import with_cache
-from decode.model.forward.attention_mask import SLOT_STEP, AttentionMask
+from decode.model.forward.attention_mask import SLOT_STEP, AttentionMask, equally_wide
 from decode.model.forward.lean_forward import columns_of
 from decode.model.hidden_states import Recorder
 from decode.model.kinds.decoder_positions import reads_positions
@@ -68,9 +68,9 @@ def attention_forward(
         watch(query, key, value, scale)
     unsupported = any(kwargs.get(name) is not None for name in LEFT_TO_TRANSFORMERS)
     if attention_mask is None or attention_mask.shape[1] != 1 or unsupported:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout, scaling, **kwargs
-        )
+        wide = equally_wide(query, key, value)
+        output, _ = sdpa_attention_forward(module, *wide, attention_mask, dropout, scale, **kwargs)
+        return output[..., : value.shape[3]], None
     mask = AttentionMask(attention_mask, query.dtype)
     # Some models call `view` on the result.
     return mask.attend(query, key, value, scale).transpose(1, 2).contiguous(), None
