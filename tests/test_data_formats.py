@@ -65,6 +65,20 @@ def test_the_columns_say_what_a_row_is(tmp_path: Path, wrap: str) -> None:
     assert examples[3].messages[1]["tool_calls"][0]["function"] == function
 
 
+def test_a_file_has_the_same_numbers_and_codes_by_either_name(tmp_path: Path) -> None:
+    """Lines are counted from 1, in .json too, and UTF-16 is refused in all."""
+    good, bad = json.dumps(ROWS[0]), '{"prompt": 4}'
+    for name in ("rows.json", "rows.jsonl"):
+        path = tmp_path / name
+        for text, number in ((bad, 1), (f"{good}\n{bad}", 2)):
+            path.write_text(text, "utf-8")
+            with pytest.raises(UserError, match=rf"{name}:{number}: prompt is 4"):
+                read_examples(str(path))
+        path.write_text(f"{good}\n{good}", "utf-16")
+        with pytest.raises(UserError, match=r"is UTF-16 or UTF-32; expected UTF-8"):
+            read_examples(str(path))
+
+
 def rows_of(path: Path, *rows: Any, **settings: Any) -> list[Example]:
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return list(read_examples(str(path), **settings)[0])

@@ -83,6 +83,21 @@ def test_an_imported_layer_computes_what_the_published_one_does(
         assert torch.equal(heads.vocabulary, KEPT)
 
 
+def test_a_reduced_vocabulary_may_come_by_frequency(tmp_path: Path, seven: Target) -> None:
+    """As ModelOpt's. The rows of the output move with their tokens."""
+    made = LAYOUTS["specforge_eagle3"](seven)
+    import_drafter(str(made.save(tmp_path / "a")), seven, tmp_path / "in-order")
+    order = torch.randperm(len(KEPT), generator=torch.Generator().manual_seed(0))
+    made.tensors["d2t"] = KEPT[order] - torch.arange(len(KEPT))
+    made.tensors["lm_head.weight"] = made.tensors["lm_head.weight"][order]
+    import_drafter(str(made.save(tmp_path / "b")), seven, tmp_path / "by-frequency")
+    expected, found = (read_heads(tmp_path / name, seven) for name in ("in-order", "by-frequency"))
+    assert torch.equal(found.vocabulary, KEPT)
+    assert found.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in found.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[name]), name
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_export_gives_the_published_tensors_back(
     layout: str, tmp_path: Path, target_of: Callable[[str], Target]

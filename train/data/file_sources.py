@@ -4,10 +4,11 @@ A source yields its rows in order, each with its number. Other readers give all 
 type, and rewrite what does not fit: texts that look like dates, lists among texts.
 """
 
+import codecs
 import io
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
@@ -16,7 +17,9 @@ from decode.base.errors import UserError, nearest
 from train.data.row_kinds import FIELDS, short
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # of a compressed file, behind its type
-MARK = b"\xef\xbb\xbf"  # of UTF-8, at the start of a file
+# At the start of a file. That of UTF-32 begins with UTF-16's, or with a 0.
+MARK = codecs.BOM_UTF8
+OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 Raw = bytes | dict[str, Any]  # a row before parsing: a line of JSON, or its fields
 
@@ -74,7 +77,7 @@ class Lines(FileSource):
     """One JSON object per line, numbered from 1. Blank lines are not rows."""
 
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]:
-        for number, line in _lines(file):
+        for number, line in _lines(file, self.name):
             if line.strip():
                 yield number, line
 
@@ -85,7 +88,7 @@ class Paragraphs(FileSource):
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]:
         first = 0
         lines: list[bytes] = []
-        for number, line in _lines(file):
+        for number, line in _lines(file, self.name):
             try:
                 blank = not line.decode().strip()
             except UnicodeDecodeError as error:
@@ -109,22 +112,22 @@ def _paragraph(lines: list[bytes]) -> Raw:
 
 
 class Array(FileSource):
-    """The objects of a JSON array, numbered from 0. The array may be the only list of an object,
-    and a file with one object per line is read too. All rows are in memory. field: of an object,
-    the one with the rows; None: its only list."""
+    """The objects of a JSON array, numbered from 0. The array may be the only list of an object.
+    A file with one object per line is read too, numbered by lines, from 1. All rows are in memory.
+    field: of an object, the one with the rows; None: its only list."""
 
     def __init__(self, name: str, label: str, path: Path, field: str | None = None) -> None:
         super().__init__(name, label, path)
         self._field = field
 
     def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]:
-        yield from self._parsed(file.read().removeprefix(MARK))
+        yield from self._parsed(_without_mark(file.read(), self.name))
 
     def _parsed(self, content: bytes) -> list[tuple[int, Raw]]:
         try:
-            value = json.loads(content)
+            value = json.loads(content.decode())  # of bytes, other codes than UTF-8 are read too
         except (ValueError, RecursionError) as error:
-            lines = [(n - 1, line) for n, line in _lines(io.BytesIO(content)) if line.strip()]
+            lines = [entry for entry in _lines(io.BytesIO(content), self.name) if entry[1].strip()]
             if len(lines) < 2 or not lines[0][1].lstrip().startswith(b"{"):
                 raise UserError(
                     f"{self.name}: broken JSON ({error}); expected an array of objects, or one "
@@ -135,10 +138,13 @@ class Array(FileSource):
             value = value.get(self._field) if isinstance(value, dict) else None
         elif isinstance(value, dict) and not any(name in value for name in FIELDS):
             lists = [entry for entry in value.values() if isinstance(entry, list)]
-            value = lists[0] if len(lists) == 1 else [value]
+            value = lists[0] if len(lists) == 1 else value
+        rows: Iterable[tuple[int, Any]] = (
+            enumerate(value) if isinstance(value, list) else [(1, value)]
+        )
         return [
             (number, entry if isinstance(entry, dict) else json.dumps(entry).encode())
-            for number, entry in enumerate(value if isinstance(value, list) else [value])
+            for number, entry in rows
         ]
 
 
@@ -191,7 +197,14 @@ def first_words(path: Path) -> str:
     return short(line) if line.replace("\t", "").isprintable() else "bytes that are no text"
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The number of each line, from 1, and the line."""
+def _lines(file: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """The number of each line, from 1, and the line. name: of the file, for messages."""
     for number, line in enumerate(file, start=1):
-        yield number, line.removeprefix(MARK) if number == 1 else line
+        yield number, _without_mark(line, name) if number == 1 else line
+
+
+def _without_mark(start: bytes, name: str) -> bytes:
+    """Raises UserError for a mark of another code than UTF-8."""
+    if start.startswith(OTHER_MARKS):
+        raise UserError(f"{name}: is UTF-16 or UTF-32; expected UTF-8. Save the file as UTF-8")
+    return start.removeprefix(MARK)

@@ -62,6 +62,8 @@ LAYER_KEYS = (
     *("partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window"),
     *("tie_word_embeddings", "max_window_layers", "decoder_sparse_step", "mlp_only_layers"),
 )
+# Tensors with a row for each token that is drafted.
+ROWS_OF_TOKENS = {"lm_head.weight", "markov_head.markov_w2.weight"}
 # Keys of rotary positions in transformers 4.
 OLDER_ROTATION = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
 
@@ -402,7 +404,8 @@ def map_value_problems(weights: dict[str, Tensor], vocab_size: int) -> list[str]
 
 def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list[str]:
     """Return the problems with the kinds of a published drafter's maps. Maps of a complete
-    vocabulary are removed: they say nothing."""
+    vocabulary are removed: they say nothing. Rows in another order than their tokens, as those of
+    ModelOpt, which come by frequency, are put in order of the tokens."""
     maps = {"d2t": (torch.int64, rows), "t2d": (torch.bool, vocab_size)}
     problems = []
     for name, (dtype, size) in maps.items():
@@ -421,6 +424,12 @@ def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list
         if is_identity and tensors.get("t2d", torch.ones(1)).all():
             tensors.pop("d2t", None)
             tensors.pop("t2d", None)
+    if not problems and "d2t" in tensors:
+        ids, order = token_ids(tensors["d2t"]).sort()
+        if are_ascending_ids(ids, vocab_size):
+            tensors["d2t"] = ids - torch.arange(rows)
+            for name in ROWS_OF_TOKENS & tensors.keys():
+                tensors[name] = tensors[name][order]
     return problems
 
 
