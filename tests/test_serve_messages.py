@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.serve.anthropic.messages_answer import as_anthropic
 from draftsmith.serve.anthropic.messages_request import MESSAGES
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
@@ -210,6 +211,15 @@ def test_one_call_at_most_is_asked_for_as_anthropic_does() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     read = parse(MESSAGES, json.dumps(body(tools=FUNCTIONS, tool_choice=choice)).encode())
     assert (read.tool_choice, read.parallel_tool_calls) == ("auto", False)
+
+
+def test_errors_have_anthropics_types() -> None:
+    statuses = (400, 413, 429, 500, 503)
+    found = [as_anthropic(ApiError(status, "no"))["error"]["type"] for status in statuses]
+    assert found == [
+        *("invalid_request_error", "request_too_large", "rate_limit_error"),
+        *("api_error", "overloaded_error"),
+    ]
 
 
 def test_errors_have_the_shape_of_the_route(service: Running) -> None:
