@@ -7,7 +7,7 @@ import pytest
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.auditing.verify_export import verify_export
+from draftsmith.auditing.verify_export import engine_for_drafter, verify_export
 from draftsmith.export.export_directory import check_export, export_drafter
 from tests.export import (
     EAGLE1,
@@ -46,6 +46,20 @@ def test_eagle1_drafts_a_whole_vocabulary(tmp_path: Path, target: Target) -> Non
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out", measuring=FEW)
     assert reloaded(tmp_path / "out", target).heads.vocabulary is None
     assert check_export(tmp_path / "out")["facts"]["filled_from"] == "the target's output layer"
+
+
+def test_options_that_an_engine_does_not_read_are_refused_before_it_starts(
+    tmp_path: Path, target: Target
+) -> None:
+    """Of a drafter, and of its export, which other engines read."""
+    make_heads(tmp_path / "drafter", target, EAGLE31)
+    export_drafter(tmp_path / "drafter", "eagle3", tmp_path / "out")
+    for refused in (
+        lambda: engine_for_drafter("openvino", tmp_path / "drafter", "eagle3"),
+        lambda: verify_export("openvino", task(target, tmp_path / "out")),
+    ):
+        with pytest.raises(UserError, match=r"fc_norm and norm_output, which openvino .* vllm$"):
+            refused()
 
 
 @pytest.mark.engine

@@ -23,6 +23,7 @@ from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.engines import ENGINES, EngineTask
+from draftsmith.export.engines.vllm import VLLM
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from tests.export import (
     PROMPTS,
@@ -135,11 +136,15 @@ def test_texts_may_differ_within_rounding(target: Target) -> None:
     assert identical(target, [prompt], [text], [text[:1]], rounding=1e-6) == (0, 0)
 
 
-def test_engines_by_layout() -> None:
+def test_engines_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"llama-server reads gguf.*verify it with .*transformers"):
         engine_for("llama-server", "hf")
     with pytest.raises(UserError, match="unknown engine 'lama'"):
         engine_for("lama", "hf")
+    monkeypatch.setattr(VLLM, "version", lambda self, python: "0.33.0+cpu")
+    with pytest.raises(UserError, match=r"vllm 0\.33\.0\+cpu is installed, .* medusa up to 0\.32"):
+        engine_for("vllm", "medusa")
+    engine_for("vllm", "eagle3")
 
 
 @pytest.mark.parametrize(

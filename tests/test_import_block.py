@@ -98,6 +98,11 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
+def layers_of(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
+    return config["transformer_layer_config"]
+
+
 # By layout and by what is said: the fault.
 FAULTS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "dflash": {
@@ -131,6 +136,21 @@ FAULTS: dict[str, dict[str, Callable[[Path], Any]]] = {
         ),
         "tensor d2t is missing": settings(draft_vocab_size=150),
         "sample_from_anchor is True, expected False": settings(sample_from_anchor=True),
+        "embed_tokens.weight differs from the target's embeddings in 1 of": edit_weights(
+            lambda tensors: tensors["embed_tokens.weight"][5].fill_(torch.nan)
+        ),
+        "tensor lm_head.weight has dtype torch.int32, expected the target's": edit_weights(
+            lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].int()})
+        ),
+        "layers.0.self_attn.q_proj.weight has shape []": edit_weights(
+            lambda tensors: tensors.update({"layers.0.self_attn.q_proj.weight": torch.zeros(())})
+        ),
+        "has no readable config.json (maximum recursion": lambda directory: (
+            directory / "config.json"
+        ).write_text('{"a":' * 9999 + "1" + "}" * 9999),
+        "and 35 more": lambda directory: settings(
+            **{"transformer_layer_config": layers_of(directory) | {"num_hidden_layers": 7}}
+        )(directory),
     },
     # The library and vLLM read a missing one differently.
     "speculators-dspark": {"has no sample_from_anchor": settings(sample_from_anchor=None)},
@@ -326,6 +346,7 @@ def test_other_types_of_the_library_speculators_are_refused_by_name(
             "is {'type': {'yarn': 2}}, which is not valid",
         ),
         ({"num_hidden_layers": 10**9}, "names 1000000000 layers, but there are 25 tensors"),
+        ({"head_dim": 10**9}, "head_dim is 1000000000, expected at most hidden_size, 64"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, which is not valid"),
     ],
 )

@@ -254,7 +254,7 @@ def test_a_better_drafter_is_trained_and_swapped_in(
         return SimpleNamespace(failures=[])
 
     monkeypatch.setattr(cycle, "verify_export", verified)
-    monkeypatch.setattr(cycle, "engine_for", lambda engine, layout: None)
+    monkeypatch.setattr(cycle, "engine_for_drafter", lambda *_: None)
     for _ in range(8):
         site.traffic()
     learner = site.learner(verify="vllm")
@@ -325,7 +325,7 @@ def test_a_drafter_that_is_not_better_or_not_used_is_left(
     if not verified:
         failures = SimpleNamespace(failures=["it ignored the drafter"])
         monkeypatch.setattr(cycle, "verify_export", lambda engine, task: failures)
-        monkeypatch.setattr(cycle, "engine_for", lambda engine, layout: None)
+        monkeypatch.setattr(cycle, "engine_for_drafter", lambda *_: None)
     outcome = site.learner(**({"min_gain": 0.9} if verified else {"verify": "vllm"})).once()
     assert outcome is not None
     reason = "not better" if verified else "the engine does not use it: it ignored the drafter"

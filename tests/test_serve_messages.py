@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.serve.anthropic.messages_answer import as_anthropic
 from draftsmith.serve.anthropic.messages_request import MESSAGES
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
@@ -150,6 +151,33 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
     ]
 
 
+def test_turns_of_one_side_are_one_and_the_last_of_the_assistant_is_continued(
+    service: Running,
+) -> None:
+    turns = [*SAID, {"role": "user", "content": "b"}, {"role": "assistant", "content": "It dr"}]
+    read = parse(MESSAGES, json.dumps(body(messages=turns)).encode())
+    assert read.prompts() == [[{"role": "user", "content": f"{QUESTION}\nb"}, turns[-1]]]
+    one = {"messages": [{"role": "user", "content": f"{QUESTION}\nb"}, turns[-1]]}
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    with service.client() as client:
+        asked = chat(QUESTION, max_tokens=12, temperature=0) | one | options
+        headers = {"Authorization": "Bearer secret"}
+        choice = client.post("/v1/chat/completions", json=asked, headers=headers).json()["choices"]
+    text = choice[0]["message"]["content"]
+    assert post(service, messages=turns).json()["content"] == [{"type": "text", "text": text}]
+
+
+def test_an_answer_has_the_schema_of_its_format(service: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    asked = {"effort": "low", "format": {"type": "json_schema", "schema": schema}}
+    found = post(service, output_config=asked, max_tokens=50).json()
+    assert (json.loads(found["content"][0]["text"]), found["stop_reason"]) == (
+        {"a": "x"},
+        "end_turn",
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -167,6 +195,8 @@ def test_blocks_become_the_messages_of_a_chat() -> None:
         ({"tools": FUNCTIONS, "tool_choice": {"type": "tool", "name": "no"}}, "tool_choice"),
         ({"stop_sequences": "x" * 300}, "stop_sequences"),
         ({"n": 2}, "n"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"tools": [FUNCTIONS[0] | {"defer_loading": True}]}, "tools.0.defer_loading"),
         ({"mcp_servers": [1]}, "mcp_servers"),
     ],
 )
@@ -181,6 +211,15 @@ def test_one_call_at_most_is_asked_for_as_anthropic_does() -> None:
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     read = parse(MESSAGES, json.dumps(body(tools=FUNCTIONS, tool_choice=choice)).encode())
     assert (read.tool_choice, read.parallel_tool_calls) == ("auto", False)
+
+
+def test_errors_have_anthropics_types() -> None:
+    statuses = (400, 413, 429, 500, 503)
+    found = [as_anthropic(ApiError(status, "no"))["error"]["type"] for status in statuses]
+    assert found == [
+        *("invalid_request_error", "request_too_large", "rate_limit_error"),
+        *("api_error", "overloaded_error"),
+    ]
 
 
 def test_errors_have_the_shape_of_the_route(service: Running) -> None:

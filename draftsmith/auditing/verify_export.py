@@ -3,9 +3,10 @@
 The engine is started as a stage of a run starts it, and asked what an audit asks.
 """
 
+import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,9 @@ from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
-from draftsmith.export.export_directory import check_export, reload_export
+from draftsmith.export.export_directory import check_export, planned_layout, reload_export
+from draftsmith.export.formats.readers import KNOWN, READERS, release, require_read
+from draftsmith.export.trained_drafter import TrainedDrafter
 from train.base.platforms import require_posix
 from train.engines.counters import DraftCounts
 from train.settings.server_config import ServerConfig
@@ -108,18 +111,47 @@ def require_engine(name: str, python: str | None = None) -> Engine:
     return engine
 
 
-def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
-    """As `require_engine`; also raises UserError if the engine does not read this layout."""
+def engine_for(
+    name: str, layout: str, python: str | None = None, used: Iterable[str] = ()
+) -> Engine:
+    """As `require_engine`; also raises UserError if the engine does not read this layout, in the
+    installed release and with the options of heads that are used."""
     engine = ENGINES[name]
-    if layout in engine.unverified:
-        raise UserError(f"this export is {layout}: {engine.unverified[layout]}")
-    if layout not in engine.formats:
-        fitting = [other for other in ENGINES if layout in ENGINES[other].formats]
+    reads = READERS[layout].get(name)
+    if reads is not None and not reads.ran:
         raise UserError(
-            f"{name} reads {' or '.join(engine.formats)}, but this export is {layout}; verify it "
-            f"with {' or '.join(fitting) or 'another engine'}, or export it as {engine.formats[0]}"
+            f"this export is {layout}: {KNOWN[name].title} reads it {reads.note}, and that never "
+            "ran here; measure it with --prompts in our own loop"
         )
-    return require_engine(name, python)
+    if reads is None:
+        known = [other for other in READERS if name in READERS[other] and READERS[other][name].ran]
+        fitting = [other for other, reads in READERS[layout].items() if reads.ran]
+        raise UserError(
+            f"{name} reads {' or '.join(known)}, but this export is {layout}; verify it "
+            f"with {' or '.join(fitting) or 'another engine'}, or export it as {known[0]}"
+        )
+    require_read(name, layout, used, f"this {layout} export")
+    engine = require_engine(name, python)
+    installed = str(engine.version(python))
+    if reads.until is not None and release(installed) > release(reads.until):
+        raise UserError(
+            f"{name} {installed} is installed, and it reads {layout} up to {reads.until}; verify "
+            "it with such a release (--engine-python)"
+        )
+    return engine
+
+
+def engine_for_drafter(name: str, drafter: Path, form: str, python: str | None = None) -> Engine:
+    """As `engine_for`, of a drafter directory that will be exported as `form`."""
+    used = TrainedDrafter.open(drafter).used_options
+    return engine_for(name, planned_layout(drafter, form), python, used)
+
+
+def engine_for_export(name: str, export: Path, layout: str, python: str | None = None) -> Engine:
+    """As `engine_for`, of a directory that was exported in this layout."""
+    file = export / "config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return engine_for(name, layout, python, [key for key, value in settings.items() if value])
 
 
 def verify_export(
@@ -135,7 +167,7 @@ def verify_export(
     or breaks; the engine's log is then kept. Problems with the drafter itself are in `failures`.
     """
     record = check_export(task.export)
-    engine = engine_for(name, record["layout"], task.python)
+    engine = engine_for_export(name, task.export, record["layout"], task.python)
     require_same_target(record["drafter"]["target"], task.target, str(task.export))
     drafter = reload_export(task.export, record, task.target)
     options = AuditOptions(

@@ -96,14 +96,18 @@ def export(
             f"draftsmith audit {verify} --target MODEL --drafter DIRECTORY"
         )
     from decode.model.loading import Target, load_target
-    from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
+    from draftsmith.auditing.verify_export import (
+        engine_for_drafter,
+        engine_for_export,
+        require_engine,
+        verify_export,
+    )
     from draftsmith.diagnosis.entry import cause_in_engine
     from draftsmith.export.engines import EngineTask
     from draftsmith.export.export_directory import (
         Measuring,
         check_export,
         export_drafter,
-        planned_layout,
         push_export,
         push_target,
         require_repositories,
@@ -120,7 +124,7 @@ def export(
         if form is None:
             require_engine(verify, engine_python)
         else:
-            engine_for(verify, planned_layout(drafter, form), engine_python)
+            engine_for_drafter(verify, drafter, form, engine_python)
     quieten()
     reporter = Reporter()
     examples = read_examples(str(prompts))[0] if prompts else []
@@ -160,7 +164,7 @@ def export(
     if verify is None:
         write_json(json_file, figures)
     else:
-        engine_for(verify, record["layout"], engine_python)
+        engine_for_export(verify, directory, record["layout"], engine_python)
         # An export does not say where its target is on this machine.
         described = record["drafter"] if form is None else TrainedDrafter.open(drafter).description
         named = described["target"]["name"]

@@ -19,6 +19,7 @@ from decode.base.errors import UserError
 # safetensors' names of the dtypes of stored weights.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 FLOATS = tuple(DTYPE_NAMES.values())
+MOST_LISTED = 20  # problems in a message
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,12 @@ def extra_key_problems(
 
 
 def require_none(problems: Sequence[str], what: str) -> None:
-    """Raise UserError with all problems, if there are any. what: how the message begins."""
+    """Raise UserError with the problems, if there are any. what: how the message begins."""
     if problems:
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        raise UserError(f"{what}:\n{listed}")
+        listed = [f"- {problem}" for problem in problems[:MOST_LISTED]]
+        more = len(problems) - MOST_LISTED
+        listed += [f"- and {more} more"] if more > 0 else []
+        raise UserError("\n".join((f"{what}:", *listed)))
 
 
 def read_tensors(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
@@ -116,7 +119,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if there is none."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -83,7 +83,7 @@ class Checkpoint:
             directory = _download(source, revision, pickled)
         try:
             config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"{source} has no readable {CONFIG} ({error}); expected the directory of a "
                 "published drafter, with its config and weights"

@@ -118,6 +118,11 @@ class TrainedDrafter:
         return stored_options(self.path) if self.kind in HEADS else None
 
     @property
+    def used_options(self) -> list[str]:
+        """The names of the options of its heads that are set, none for a small LM."""
+        return [name for name, value in self.options or () if value]
+
+    @property
     def is_reduced(self) -> bool:
         """Whether it has a reduced draft vocabulary."""
         rows = self.config["vocab_size"]

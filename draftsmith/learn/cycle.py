@@ -29,14 +29,12 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
-from draftsmith.auditing.verify_export import engine_for, verify_export
+from draftsmith.auditing.verify_export import engine_for_drafter, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.export_directory import (
     Measuring,
-    check_export,
     export_drafter,
-    planned_layout,
 )
 from draftsmith.learn.learn_config import LearnConfig
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
@@ -380,7 +378,6 @@ class TenantLearner:
         )
 
     def _verify(self, export: Path, engine: str) -> list[str]:
-        engine_for(engine, check_export(export)["layout"])
         run = self._run(self._cycle.version)
         task = EngineTask(
             run.run.target,  # it is in memory already
@@ -430,7 +427,7 @@ def require_ready(config: LearnConfig) -> None:
     describe_drafter(drafter)
     run_settings(config, Path(config.directory), drafter, "version-1")
     if config.verify is not None:
-        engine_for(config.verify, planned_layout(drafter, config.form))
+        engine_for_drafter(config.verify, drafter, config.form)
 
 
 def _rate(rate: float | None) -> str:

@@ -47,13 +47,11 @@ class EngineTask:
 class Engine(ABC):
     """An inference engine, which serves a target with or without an export.
 
-    formats: the exports that can be verified in it. unverified: why others cannot be, though it
-    reads them. install: the command that installs it. counting: how it counts its drafts.
-    protocol: how it is asked. log_probabilities: whether those that it gives are the target's.
+    Which exports can be verified in it is in `formats.readers`. install: the command that installs
+    it. counting: how it counts its drafts. protocol: how it is asked. log_probabilities: whether
+    those that it gives are the target's.
     """
 
-    formats: ClassVar[tuple[str, ...]]
-    unverified: ClassVar[dict[str, str]] = {}
     install: ClassVar[str]
     counting: ClassVar[Counting]
     protocol: ClassVar[Literal["completions", "llama-server"]] = "completions"

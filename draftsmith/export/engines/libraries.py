@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar
 
 from draftsmith.export.acceptance import Counting
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
@@ -42,7 +41,6 @@ class Transformers(Engine):
     """Assisted generation, one text at a time. Every draft has γ tokens; stopping by confidence is
     off. float32."""
 
-    formats: ClassVar[tuple[str, ...]] = ("hf",)
     install = "make install"
     counting = Counting(first_drafted=True, stops_at_eos=True)
     name = "transformers"
@@ -70,7 +68,6 @@ class OpenVINO(Transformers):
     """OpenVINO GenAI on the CPU. The server converts drafter and target with optimum-intel;
     float32."""
 
-    formats = ("hf", "eagle3", "dflash")
     install = "make engine-openvino"
     counting = Counting()
     name = "openvino"

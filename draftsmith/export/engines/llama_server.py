@@ -26,7 +26,6 @@ class LlamaServerEngine(Engine):
     float32 throughout. A server that did not load the drafter still answers, so drafts are counted.
     """
 
-    formats = ("gguf", "eagle3-gguf", "dflash-gguf", "dspark-gguf", "dflash2-gguf", "mtp-gguf")
     install = "make engine-llama"
     counting = Counting(past_end=True, chooses=True)
     protocol = "llama-server"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from draftsmith.export.acceptance import Counting
 from draftsmith.export.engines import ENGINES, Engine, EngineTask, started
@@ -17,15 +17,6 @@ WITH_TARGET = ("mtp",)
 class VLLM(Engine):
     """Runs in the target's dtype. Drafts always have γ tokens, even at a text's end."""
 
-    formats = (
-        *("hf", "pard", "medusa", "eagle1", "eagle3", "p_eagle", "speculators", "dflash"),
-        *("speculators-peagle", "speculators-dflash", "mtp"),
-    )
-    unverified: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("dspark", "speculators-dspark", "dflash2", "speculators-dflash2", "speculators-xpress"),
-        "vLLM reads it only in its newer runner, in which this was never run; measure it with "
-        "--prompts in our own loop",
-    )
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True, chooses=True)
 

@@ -5,11 +5,10 @@ A user may name an engine instead, and gets the layout that this engine reads fo
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, get_args
 
 from decode.base.errors import UserError, nearest
@@ -18,7 +17,7 @@ from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
 from draftsmith.export.file_schema import require_none
 from draftsmith.export.formats.published_keys import Keys, unknown_keys
-from draftsmith.export.formats.readers import engine_names, up_to
+from draftsmith.export.formats.readers import engine_names, require_read, up_to
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import TrainedDrafter, public_name, target_hub_id
 from heads.heads_directory import write_heads
@@ -126,9 +125,8 @@ class Format(ABC):
     reads it, with windows and sinks.
     depth_option: the option of the heads that limits the depth of a draft; None for any depth.
     dtypes: those that its weights may have.
-    unread: by reader, the options of heads that this reader does not know. vllm: the method of its
-    speculative_config, with other options of it; sglang: its speculative algorithm. None: this
-    engine does not serve it.
+    vllm: the method of its speculative_config, with other options of it; sglang: its speculative
+    algorithm. None: this engine does not serve it.
     """
 
     name: ClassVar[str]
@@ -140,7 +138,6 @@ class Format(ABC):
     holds_windows: ClassVar[bool] = False
     depth_option: ClassVar[str | None] = None
     dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
-    unread: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     vllm: ClassVar[dict[str, Any] | None] = None
     sglang: ClassVar[str | None] = None
 
@@ -265,13 +262,7 @@ def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
                 f"{drafter} has an output layer of its own (output_rank), but readers of format "
                 f"{layout.name} use the target's; train it without output_rank"
             )
-    used = [option for option in layout.unread.get(name, ()) if getattr(drafter.options, option)]
-    if used:
-        fitting = [x for x in layout.engines if not {*used} & {*layout.unread.get(x, ())}]
-        raise UserError(
-            f"{drafter} has {' and '.join(used)}, which {name} does not read; train it without, or "
-            f"serve it with {' or '.join(fitting)}"
-        )
+    require_read(name, layout.name, drafter.used_options, str(drafter))
     _require_window(layout, drafter)
 
 

@@ -79,7 +79,6 @@ class Eagle3(LayerFormat):
     drafter: ClassVar[type[HeadsDrafter]] = Eagle3Drafter
     depth_option = "steps"
     carries_vocabulary = True
-    unread: ClassVar[Mapping[str, tuple[str, ...]]] = {"sglang": SWITCHES, "openvino": ALL_SWITCHES}
     published_keys: ClassVar[Keys] = {
         "": (*LAYER_KEYS, *NAMING, NESTED, ROWS, *ALL_SWITCHES),
         NESTED: (*NAMING, *ALL_SWITCHES, *STATED),

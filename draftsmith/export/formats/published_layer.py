@@ -118,10 +118,12 @@ def row_problems(name: str, stored: Tensor | None, table: Tensor, what: str) -> 
             f"tensor {name} has shape {list(stored.shape)}, expected the target's "
             f"{list(table.shape)}"
         ]
+    if not stored.is_floating_point():
+        return [f"tensor {name} has dtype {stored.dtype}, expected the target's {table.dtype}"]
     eps = max(torch.finfo(x.dtype).eps for x in (stored, table))
     mine, theirs = stored.float(), table.float().cpu()
-    differs = (mine - theirs).abs() > eps * torch.maximum(mine.abs(), theirs.abs()) + 1e-7
-    rows = int(differs.any(1).sum())
+    near = (mine - theirs).abs() <= eps * torch.maximum(mine.abs(), theirs.abs()) + 1e-7
+    rows = int((~near).any(1).sum())  # a NaN is near nothing
     if not rows:
         return []
     return [
@@ -178,6 +180,9 @@ def sound_settings(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
             "and transformers has no such layers"
         ]
+    size = contents.get("head_dim") or hidden // heads
+    if size > hidden:  # its rotary positions are computed before its tensors are looked at
+        return None, [f"config.json: head_dim is {size}, expected at most hidden_size, {hidden}"]
     usual = layer_config(target.model)
     rope, problems = _rotation(contents)
     if problems:
@@ -201,7 +206,7 @@ def sound_settings(
         intermediate_size=contents["intermediate_size"],
         num_attention_heads=heads,
         num_key_value_heads=keys,
-        head_dim=contents.get("head_dim") or hidden // heads,
+        head_dim=size,
         rms_norm_eps=float(contents.get("rms_norm_eps") or llama.rms_norm_eps),
         rope_parameters=dict(llama.rope_parameters),
     )
@@ -285,8 +290,8 @@ def head_problems(
     """Return a problem if the rows of q, k and v are not those of the config's heads."""
     size = config["head_dim"]
     rows = [
-        len(tensors[name]) if (name := f"{layer}.self_attn.{part}_proj.weight") in tensors else 0
-        for part in ("q", "k")
+        (*(tensors[name].shape if name in tensors else ()), 0)[0]
+        for name in (f"{layer}.self_attn.{part}_proj.weight" for part in ("q", "k"))
     ]
     counts = (config["num_attention_heads"], config["num_key_value_heads"])
     if not all(rows) or rows == [count * size for count in counts]:

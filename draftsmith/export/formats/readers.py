@@ -1,10 +1,15 @@
 """Which inference engine reads which layout, in which of its releases, and where it ran.
 
-The plan of a run, `init --engine`, `export`, the README of an export, docs/reference/readers.md and
-the table in README.md all read this table. Seen: the release was run here, or its source read.
+The plan of a run, `init --engine`, `export`, `--verify`, the README of an export,
+docs/reference/readers.md and the table in README.md all read this table. Seen: the release was run
+here, or its source read.
 """
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from decode.base.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -22,12 +27,14 @@ class Reads:
     """since: the oldest release that was seen to read the layout. until: the last one that does;
     None: the newest does. note: what a reader needs, or what it lacks. ran: the release in which
     drafts of an export were counted here, on a CPU (docs/results/engines.md, docs/results/mtp.md);
-    empty: it never ran there."""
+    empty: it never ran there. unread: options of heads that it takes and does not know, so that it
+    drafts other tokens without a word."""
 
     since: str
     until: str | None = None
     note: str = ""
     ran: str = ""
+    unread: tuple[str, ...] = ()
 
 
 KNOWN = {
@@ -42,6 +49,7 @@ KNOWN = {
 }
 
 _GPU = "in its newer runner, which has no CPU"
+_EAGLE31 = ("fc_norm", "norm_output")
 # By layout, and then by engine.
 READERS: dict[str, dict[str, Reads]] = {
     "hf": {
@@ -60,9 +68,12 @@ READERS: dict[str, dict[str, Reads]] = {
     "eagle1-sglang": {"sglang": Reads("0.5.23")},
     "eagle3": {
         "vllm": Reads("0.32", ran="0.32"),
-        "sglang": Reads("0.5.23", note="not the norms of EAGLE-3.1"),
+        "sglang": Reads("0.5.23", note="not the norms of EAGLE-3.1", unread=_EAGLE31),
         "openvino": Reads(
-            "2026.4", note="not the norms of EAGLE-3.1; told the layers", ran="2026.4"
+            "2026.4",
+            note="not the norms of EAGLE-3.1; told the layers",
+            ran="2026.4",
+            unread=(*_EAGLE31, "norm_before_residual", "norm_before_fc"),
         ),
     },
     "eagle3-gguf": {"llama-server": Reads("11434", ran="11434")},
@@ -105,6 +116,27 @@ def up_to(layout: str, engine: str) -> str:
     """
     until = READERS[layout][engine].until
     return "" if until is None else f" up to {until}"
+
+
+def require_read(name: str, layout: str, used: Iterable[str], what: str) -> None:
+    """Raise UserError if an engine reads a layout and not all options of heads that are used. name:
+    of the engine; that of a layout is any of its readers. what: the drafter, for the message."""
+    readers = READERS[layout]
+    if name in readers and (unread := [x for x in used if x in readers[name].unread]):
+        fitting = [other for other, reads in readers.items() if not {*unread} & {*reads.unread}]
+        raise UserError(
+            f"{what} has {' and '.join(unread)}, which {name} does not read; train it without, or "
+            f"serve it with {' or '.join(fitting)}"
+        )
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, which name a release.
+
+    >>> release("0.33.1+cpu"), release("0.33") > release("0.9")
+    ((0, 33), True)
+    """
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def outdated(layout: str, name: str) -> str | None:

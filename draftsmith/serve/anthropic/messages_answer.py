@@ -11,6 +11,13 @@ from draftsmith.serve.openai.answers import ApiAnswer, Piece
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.tools import call_ids
 
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
@@ -106,8 +113,7 @@ class MessagesAnswer(ApiAnswer):
 def as_anthropic(error: ApiError) -> dict[str, Any]:
     """The body of an error, as Anthropic's clients read it."""
     said = error.body["error"]
-    kind = {401: "authentication_error", 404: "not_found_error", 503: "overloaded_error"}
-    found = kind.get(error.status, "api_error" if error.status >= 500 else said["type"])
+    found = _KINDS.get(error.status, "api_error" if error.status >= 500 else said["type"])
     return {"type": "error", "error": {**said, "type": found}}
 
 

@@ -10,9 +10,11 @@ from draftsmith.serve.openai.api_errors import unfit
 from draftsmith.serve.openai.asked import FUNCTIONS, TEXTS, Tooled
 from draftsmith.serve.openai.contract import Contract, RequestPart, validated
 from draftsmith.serve.openai.fields import REFUSED, ignored_by, unsupported
+from draftsmith.serve.openai.formats import AskedGrammar
 from draftsmith.serve.openai.messages import read_stops
 from draftsmith.serve.openai.tools import read_tools
 
+TOLD_OF_ALL = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 _CACHE = {"cache_control": "the prefix cache needs no advice"}
 
 
@@ -49,25 +51,37 @@ class ToolChoice(RequestPart):
 
 
 TEXT = Contract(TextBlock, {**_CACHE, "citations": "comes back from earlier answers"})
-USE = Contract(UseBlock, {**_CACHE, "caller": "comes back from earlier answers"})
-RESULT = Contract(ResultBlock, _CACHE)
+USE = Contract(
+    UseBlock, {**_CACHE, **dict.fromkeys(("caller", "toolset_name"), "comes back from answers")}
+)
+RESULT = Contract(ResultBlock, {**_CACHE, "toolset_name": "comes back from answers"})
 TOOL = Contract(
     FunctionTool,
     {
         **_CACHE,
         "strict": "a forced call has the schema in any case",
         "eager_input_streaming": "calls come whole",
+        "input_examples": "templates of chats have no examples of calls",
     },
+    {"all tools are in the prompt, for the model alone": TOLD_OF_ALL},
 )
 CHOSEN = Contract(ToolChoice)
 
 
 def read_turns(value: Any) -> list[dict[str, Any]]:
     """The messages of a request, as chats have them: what tools answered becomes messages of its
-    own, before the text beside it."""
+    own, before the text beside it, and turns of one side that follow each other are one."""
     if not isinstance(value, list) or not value:
         raise unfit("messages", value, "a list of messages")
-    return [said for at, one in enumerate(value) for said in _turn(one, f"messages.{at}")]
+    turns = list[dict[str, Any]]()
+    for said in (said for at, one in enumerate(value) for said in _turn(one, f"messages.{at}")):
+        before = turns[-1] if turns else {}
+        both = before.get("role"), said["role"]
+        if both in (("user", "user"), ("assistant", "assistant")) and "tool_calls" not in before:
+            texts = filter(None, (turns.pop()["content"], said["content"]))
+            said["content"] = "\n".join(texts)
+        turns.append(said)
+    return turns
 
 
 def _turn(value: Any, path: str) -> list[dict[str, Any]]:
@@ -149,6 +163,18 @@ def read_choice(value: Any) -> str | tuple[str]:
     raise unfit("tool_choice", value, 'a name beside "type": "tool", and only there')
 
 
+def read_output(value: Any) -> AskedGrammar | None:
+    """The format of `output_config`. None: any text. The effort of reasoning is the model's own."""
+    if isinstance(value, dict) and value.keys() <= {"effort", "format"}:
+        match value.get("format"):
+            case None:
+                return None
+            case {"type": "json_schema", "schema": dict(schema)}:
+                return AskedGrammar("output_config", "json_schema", schema)
+    expected = 'an object with "effort" or {"format": {"type": "json_schema", "schema": {…}}}'
+    raise unfit("output_config", value, expected)
+
+
 class MessagesRequest(Tooled):
     """The body of /v1/messages."""
 
@@ -158,7 +184,10 @@ class MessagesRequest(Tooled):
         list[dict[str, Any]],
         PlainValidator(read_turns),
         WithJsonSchema({"title": "a list of messages"}),
-    ] = Field(description="what is answered; thoughts of earlier answers are left out")
+    ] = Field(
+        description="what is answered; thoughts of earlier answers are left out, and an answer "
+        "goes on from a last text of the assistant"
+    )
     max_tokens: int = Field(ge=1, description="the longest text, in tokens")
     system: Annotated[
         str | None,
@@ -177,6 +206,12 @@ class MessagesRequest(Tooled):
         WithJsonSchema({"title": "an object with a type: auto, any, none, or tool with its name"}),
     ] = Field("auto", description="a forced call has the schema of its function's `input_schema`")
 
+    output_config: Annotated[
+        AskedGrammar | None,
+        PlainValidator(read_output),
+        WithJsonSchema({"title": "an object with a format"}),
+    ] = Field(None, description="the text is JSON of the schema of `format`")
+
     @model_validator(mode="before")
     @classmethod
     def _at_most_one(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -193,6 +228,16 @@ class MessagesRequest(Tooled):
     def likeliest(self) -> None:
         return None
 
+    @property
+    def template(self) -> dict[str, Any]:
+        last = self.messages[-1]
+        goes_on = last["role"] == "assistant" and last["content"] and "tool_calls" not in last
+        added = {"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}
+        return super().template | added
+
+    def _grammars(self) -> list[AskedGrammar]:
+        return super()._grammars() + ([] if self.output_config is None else [self.output_config])
+
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [[*said, *self.messages]]
@@ -206,9 +251,11 @@ class CountRequest(MessagesRequest):
 
 _IGNORED = ignored_by(MessagesRequest) | {
     "thinking": "reasoning is a part of the text and is not taken out of it",
-    "output_config": "the effort of reasoning is the model's own",
     "context_management": "the whole conversation is read",
+    **_CACHE,
+    **dict.fromkeys(("user_profile_id", "workspace_id"), "labels the request for its sender"),
 }
-_REFUSED = {"there is one class of requests": {"service_tier": ("auto", "standard_only")}} | REFUSED
+_ONE_CLASS = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+_REFUSED = {"there is one class of requests": _ONE_CLASS} | REFUSED
 MESSAGES = Contract(MessagesRequest, _IGNORED, _REFUSED)
 COUNT = Contract(CountRequest, _IGNORED, _REFUSED)
