@@ -251,13 +251,16 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
 
     def said(count: int, trained: bool = True) -> str:
         asked = task(one, tmp_path / "out", prompts=prompts(count, 0))
-        diagnosed = partial(cause_in_engine, tmp_path / "drafter", asked) if trained else None
+        drafter = tmp_path / "drafter" if trained else None
+        diagnosed = partial(cause_in_engine, drafter, asked)
         (failure,) = verify_export("vllm", asked, diagnosed).failures
         return failure
 
     assert "The cause, by draftsmith diagnose: layers_below: " in said(24)
-    assert "expected at least 20" in said(15)
-    assert "run: draftsmith diagnose URL" in said(15, trained=False)
+    assert "layers_below: " in said(24, trained=False)
+    few = said(15)
+    assert "run: draftsmith diagnose URL" in few
+    assert "expected at least 20" in few
 
 
 def test_a_server_that_is_gone_is_said_by_name() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Acceptance
 from draftsmith.export.engines import EngineTask
+from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
 from train.engines.counters import DraftCounts
@@ -194,10 +196,15 @@ def diagnose(
     )
 
 
-def cause_in_engine(trained: Path, task: EngineTask, config: ServerConfig) -> str:
+def cause_in_engine(trained: Path | None, task: EngineTask, config: ServerConfig) -> str:
     """Why the engine at the URL of `config` accepts what it does. trained: the directory of the
-    drafter whose export it has. Raises UserError as `diagnose` and `open_plain`."""
-    drafter = open_plain(trained, task.target)
+    drafter whose export it has; None: it is not there, and the export itself is imported. Raises
+    UserError as `diagnose`, `open_plain` and `import_drafter`."""
+    with TemporaryDirectory() as directory:
+        if trained is None:
+            trained = Path(directory) / "drafter"
+            import_drafter(str(task.export), task.target, trained)
+        drafter = open_plain(trained, task.target)
     return diagnose(
         config.urls[0], task.target, drafter, task.prompts, config, gamma=task.gamma, say=task.say
     ).headline
