@@ -32,7 +32,7 @@ from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import export_drafter
 from heads.heads_directory import save_heads
 from tests.answer_server import AnswerEngine
-from tests.diagnosis_controls import GAMMA, KINDS, prompts, target, taught, through_service
+from tests.diagnosis_controls import GAMMA, KINDS, TOKENS, prompts, target, taught, through_service
 from tests.export import make_heads, task
 from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
@@ -67,7 +67,7 @@ def test_an_honest_service_is_equal() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["layers_below", "first_slot"])
 def test_a_mistake_in_a_service_is_named(name: str) -> None:
-    found = diagnosed(MISTAKES[name]().make(taught("eagle3"), target()))
+    found = diagnosed(MISTAKES[name](TOKENS).make(taught("eagle3"), target()))
     assert found.explanation.verdict == name
     assert found.headline.startswith(f"{name}: {MISTAKES[name].says}")
     assert sum(found.there) < sum(found.here)
@@ -233,7 +233,7 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter: Any = taught("eagle3")
-    planted = MISTAKES["layers_below"]().make(drafter, target())
+    planted = MISTAKES["layers_below"](TOKENS).make(drafter, target())
     for part in (target().model, target().tokenizer):
         part.save_pretrained(tmp_path / "target")
     one = replace(target(), name=str(tmp_path / "target"))
@@ -251,13 +251,16 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
 
     def said(count: int, trained: bool = True) -> str:
         asked = task(one, tmp_path / "out", prompts=prompts(count, 0))
-        diagnosed = partial(cause_in_engine, tmp_path / "drafter", asked) if trained else None
+        drafter = tmp_path / "drafter" if trained else None
+        diagnosed = partial(cause_in_engine, drafter, asked)
         (failure,) = verify_export("vllm", asked, diagnosed).failures
         return failure
 
     assert "The cause, by draftsmith diagnose: layers_below: " in said(24)
-    assert "expected at least 20" in said(8)
-    assert "run: draftsmith diagnose URL" in said(8, trained=False)
+    assert "layers_below: " in said(24, trained=False)
+    few = said(8)
+    assert "run: draftsmith diagnose URL" in few
+    assert "expected at least 20" in few
 
 
 def test_a_server_that_is_gone_is_said_by_name() -> None:

@@ -19,7 +19,7 @@ from draftsmith.diagnosis.causes import CAUSES
 from draftsmith.diagnosis.evidence import PLACES, Evidence
 from draftsmith.diagnosis.mistakes import MISTAKES, with_method
 from heads.heads_drafter import HeadsDrafter
-from tests.diagnosis_controls import GAMMA, target, taught_on
+from tests.diagnosis_controls import GAMMA, TOKENS, target, taught_on
 from tests.tiny import VOCAB, save_tiny
 from train.base.exit_status import ExitStatus
 from train.data.chat_tokens import Sample
@@ -94,7 +94,7 @@ def cut_off() -> Evidence:
 
 
 def after_its_own_states() -> Evidence:
-    drafter = MISTAKES["fed_state_norm"]().make(sound().drafter, target())
+    drafter = MISTAKES["fed_state_norm"](TOKENS).make(sound().drafter, target())
     assert drafter is not None
     return replace(sound(), drafter=drafter)
 

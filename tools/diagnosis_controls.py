@@ -133,7 +133,7 @@ def first_layers(one: Target, texts: Sequence[list[int]]) -> SmallLMDrafter:
 
 def with_mistakes(drafter: Drafter, one: Target) -> dict[str, Drafter]:
     """{name: the drafter with this mistake}, as far as it can have it."""
-    made = {name: MISTAKES[name]().make(drafter, one) for name in MISTAKES}
+    made = {name: MISTAKES[name](TOKENS).make(drafter, one) for name in MISTAKES}
     return {name: changed for name, changed in made.items() if changed is not None}
 
 

@@ -72,7 +72,8 @@ class _LlamaIds(LlamaServer):
     several = False
 
     def body(self, row: WantedAnswer, settings: AskSettings) -> dict[str, Any]:
-        return super().body(row, settings) | {"n_probs": settings.logprobs}
+        body = super().body(row, settings) | {"n_probs": settings.logprobs}
+        return body | ({"id_slot": 0, "cache_prompt": False} if settings.alone else {})
 
     def parts(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """As `_Ids.parts`."""
@@ -276,10 +277,12 @@ def ask_texts(
     seed: int,
     logprobs: bool = False,
     each: int = 1,
+    alone: bool = False,
 ) -> AskedTexts:
     """Send `samples` requests for each prompt, each with a seed of its own. logprobs: also ask for
-    the log-probabilities of their tokens. each: answers to one request. Raises UserError as
-    `AuditedServer.texts`, and if no answer at all can be judged, and ServerLost."""
+    the log-probabilities of their tokens. each: answers to one request. alone: see `AskSettings`.
+    Raises UserError as `AuditedServer.texts`, and if no answer at all can be judged, and
+    ServerLost."""
     asked = AskedTexts()
     rows = [
         (WantedAnswer(number + sample * len(prompts), list(prompt)), number)
@@ -290,7 +293,7 @@ def ask_texts(
     async def ask(server: AuditedServer) -> None:
         settings = AskSettings(
             sampling, max_new_tokens, seed, target.eos_token_ids, int(logprobs),
-            await server.named(),
+            await server.named(), alone,
         )  # fmt: skip
         waiting = iter(rows)
 

@@ -185,8 +185,8 @@ def export(
             reporter.say,
             **engine,
         )
-        diagnosed = partial(cause_in_engine, drafter, task) if form is not None else None
-        verification = verify_export(verify, task, diagnosed)
+        trained = drafter if form is not None else None
+        verification = verify_export(verify, task, partial(cause_in_engine, trained, task))
         reporter.table(_verification_table(verification))
         reporter.table(_loads_table(verification))
         for failure in verification.failures:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Acceptance
 from draftsmith.export.engines import EngineTask
+from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
 from train.engines.counters import DraftCounts
@@ -27,7 +29,9 @@ from train.settings.server_config import ServerConfig
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3
 # A mistake that says the counts of fewer prompts may be one of two.
-ALONE = 0.95
+ALONE = 0.99
+PAIR = 0.1  # how likely a second mistake is
+PLUS = " + "  # between the names of a pair
 # Requests at a time, after one at a time.
 TOGETHER = (8, 16)
 FEWEST_PROMPTS = 20
@@ -97,7 +101,7 @@ class Diagnosis:
         said = "; or ".join(
             f"{name}: " + "; and ".join(f"{x.says}. Remedy: {x.remedy}" for x in parts)
             for name in found.names
-            if (parts := [MISTAKES[one] for one in name.split(" + ")])
+            if (parts := [MISTAKES[one] for one in name.split(PLUS)])
         )
         if found.little:
             names = ", ".join(found.names)
@@ -156,7 +160,7 @@ def diagnose(
     made = {EQUAL: drafter} | {
         name: changed
         for name in MISTAKES
-        if (changed := MISTAKES[name]().make(drafter, target)) is not None
+        if (changed := MISTAKES[name](tokens).make(drafter, target)) is not None
     }
     say(f"our own loop, with the drafter and {len(made) - 1} mistakes")
     here = _Here(target, prompts, engine, gamma, tokens)
@@ -169,13 +173,15 @@ def diagnose(
     explanation = explain(counted, said, weights)
     agreement = explanation.agreement.get(explanation.verdict, 0.0)
     if explanation.verdict != EQUAL and not explanation.little and agreement < ALONE:
-        pairs = _pairs(made, explanation.agreement, target)
+        pairs = _pairs(made, explanation.agreement, target, tokens)
         if pairs:
             say(f"no mistake alone explains all of it; trying {len(pairs)} pairs")
-            counts = here.counts(pairs).items()
-            said |= {name: as_keys(there.in_its_form(x)) for name, x in counts}
-            # A pair is less likely than one mistake.
-            weights |= dict.fromkeys(pairs, 0.1)
+            for name, x in here.counts(pairs).items():
+                parts = name.split(PLUS)
+                keys = as_keys(there.in_its_form(x))
+                if all(keys != said[part] for part in parts):  # else one of them says it all
+                    said[name] = keys
+                    weights[name] = PAIR * np.prod([weights.get(part, 1.0) for part in parts])
             explanation = explain(counted, said, weights)
     shown, own = (x.mean(0).tolist() for x in (there.accepted, there.in_its_form(by_name[EQUAL])))
     alone = DraftCounts(float(there.drafted.sum()), float(there.accepted.sum()))
@@ -190,10 +196,15 @@ def diagnose(
     )
 
 
-def cause_in_engine(trained: Path, task: EngineTask, config: ServerConfig) -> str:
+def cause_in_engine(trained: Path | None, task: EngineTask, config: ServerConfig) -> str:
     """Why the engine at the URL of `config` accepts what it does. trained: the directory of the
-    drafter whose export it has. Raises UserError as `diagnose` and `open_plain`."""
-    drafter = open_plain(trained, task.target)
+    drafter whose export it has; None: it is not there, and the export itself is imported. Raises
+    UserError as `diagnose`, `open_plain` and `import_drafter`."""
+    with TemporaryDirectory() as directory:
+        if trained is None:
+            trained = Path(directory) / "drafter"
+            import_drafter(str(task.export), task.target, trained)
+        drafter = open_plain(trained, task.target)
     return diagnose(
         config.urls[0], task.target, drafter, task.prompts, config, gamma=task.gamma, say=task.say
     ).headline
@@ -260,7 +271,7 @@ class _Here:
 
 
 def _pairs(
-    made: dict[str, Drafter], agreement: dict[str, float], target: Target
+    made: dict[str, Drafter], agreement: dict[str, float], target: Target, tokens: int
 ) -> dict[str, Drafter]:
     """Each pair with one of the mistakes that explain most prompts."""
     names = sorted(name for name in made if name != EQUAL)
@@ -269,7 +280,7 @@ def _pairs(
     for first, second in combinations(names, 2):
         if not near & {first, second}:
             continue
-        changed = MISTAKES[second]().make(made[first], target)
+        changed = MISTAKES[second](tokens).make(made[first], target)
         if changed is not None:
-            pairs[f"{first} + {second}"] = changed
+            pairs[first + PLUS + second] = changed
     return pairs

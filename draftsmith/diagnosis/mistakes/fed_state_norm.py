@@ -22,7 +22,10 @@ class FedStateNorm(Mistake):
         "set norm_output in the config.json of an EAGLE-3 as it was trained, or use a version of "
         "the engine that feeds the right state"
     )
-    seen = "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, found by this project's own comparison"
+    seen = (
+        "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, together with `first_embedding`, found by this "
+        "project's own comparison"
+    )
     engines = ("vllm",)
 
     def make(self, drafter: Drafter, target: Target) -> Drafter | None:

@@ -15,7 +15,10 @@ from heads.mtp_heads import MtpHeads
 class FirstEmbedding(Mistake):
     says = "the first entry of a text reads zeros in the place of its token's embedding"
     remedy = "use a version of the engine that reads the embedding at every position"
-    seen = "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, found by this project's own comparison"
+    seen = (
+        "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, together with `fed_state_norm`, found by this "
+        "project's own comparison"
+    )
     engines = ("vllm",)
 
     def make(self, drafter: Drafter, target: Target) -> Drafter | None:

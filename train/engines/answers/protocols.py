@@ -27,7 +27,8 @@ class WantedAnswer:
 @dataclass(frozen=True)
 class AskSettings:
     """What all requests have in common. logprobs: how many log-probabilities are wanted for each
-    token. model: the server's name for it."""
+    token. model: the server's name for it. alone: requests come one at a time; a server
+    with places for several uses one of them, and nothing that it keeps of other prompts."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -35,6 +36,7 @@ class AskSettings:
     eos_token_ids: tuple[int, ...]
     logprobs: int = 0
     model: str | None = None
+    alone: bool = False
 
     def row_seed(self, row: WantedAnswer) -> int:
         """A seed of 31 bits from the stage's seed and the row's number."""
