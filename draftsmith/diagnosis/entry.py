@@ -1,5 +1,6 @@
 """A diagnosis: measured there, measured here, and explained."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -181,7 +182,7 @@ def diagnose(
                 keys = as_keys(there.in_its_form(x))
                 if all(keys != said[part] for part in parts):  # else one of them says it all
                     said[name] = keys
-                    weights[name] = PAIR * np.prod([weights.get(part, 1.0) for part in parts])
+                    weights[name] = PAIR * math.prod(weights.get(part, 1.0) for part in parts)
             explanation = explain(counted, said, weights)
     shown, own = (x.mean(0).tolist() for x in (there.accepted, there.in_its_form(by_name[EQUAL])))
     alone = DraftCounts(float(there.drafted.sum()), float(there.accepted.sum()))
