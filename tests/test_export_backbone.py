@@ -156,6 +156,7 @@ def test_what_a_stage_leaves_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.thorough  # in the gate vLLM accepts what heads of this kind draft on their own target
 def test_vllm_accepts_what_our_loop_accepts(stage: Path, tmp_path: Path) -> None:
     """Both as they were exported, to the token."""
     needs("vllm")

@@ -54,8 +54,8 @@ def test_openvino_accepts_what_we_accept(tmp_path: Path, target: Target) -> None
 @pytest.mark.parametrize(
     ("form", "reduced"),
     [
-        ("vllm", False),
         ("speculators", True),
+        pytest.param("vllm", False, marks=pytest.mark.thorough),
         pytest.param("speculators", False, marks=pytest.mark.thorough),
     ],
 )

@@ -52,8 +52,8 @@ def test_eagle1_drafts_a_whole_vocabulary(tmp_path: Path, target: Target) -> Non
 @pytest.mark.parametrize(
     ("options", "reduced"),
     [
-        pytest.param(EAGLE1, False, id="eagle1"),
         pytest.param(EAGLE31, True, id="eagle3.1-reduced"),
+        pytest.param(EAGLE1, False, id="eagle1", marks=pytest.mark.thorough),
         *(
             pytest.param(options, True, id=f"{name}-reduced", marks=pytest.mark.thorough)
             for name, options in {"eagle3": EAGLE3, "eagle3-other": OTHER3}.items()

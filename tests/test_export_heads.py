@@ -134,6 +134,7 @@ def test_vllm_accepts_what_our_loop_accepts(what: str, tmp_path: Path, target: T
 
 
 @pytest.mark.engine
+@pytest.mark.thorough
 def test_vllm_ends_texts_as_our_loop_does(tmp_path: Path, target: Target) -> None:
     """With a token that texts are full of as their end, counts behind the end included."""
     needs("vllm")

@@ -91,7 +91,8 @@ def test_p_eagle_needs_an_unused_token(tmp_path: Path, seven: Target) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("form", ["vllm", pytest.param("speculators", marks=pytest.mark.thorough)])
+@pytest.mark.thorough  # in the gate vLLM drafts in parallel with PARD, and with heads of EAGLE-3
+@pytest.mark.parametrize("form", ["vllm", "speculators"])
 def test_vllm_accepts_what_p_eagle_drafts(form: str, tmp_path: Path, spare: Target) -> None:
     """To the token, after a round trip through an import, with trained embeddings."""
     needs("vllm")
