@@ -31,7 +31,7 @@ from heads.heads_directory import save_heads
 from heads.heads_module import HeadBatch
 from tests.contract import HEAD_OPTIONS, moved_heads, options_for_tokens
 from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
-from tests.tiny import VOCAB, tiny_target
+from tests.tiny import VOCAB, shortened, tiny_target
 from train.base.stage import StageInputs
 
 pytestmark = pytest.mark.filterwarnings(
@@ -253,13 +253,7 @@ def test_a_heads_stage_trains_an_adapter(context: StageInputs) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind
-        if kind in ("medusa", "eagle3", "kangaroo")
-        else pytest.param(kind, marks=pytest.mark.thorough)
-        for kind in HEAD_OPTIONS
-        if kind != "pass"
-    ],
+    shortened([kind for kind in HEAD_OPTIONS if kind != "pass"], ["medusa", "eagle3", "kangaroo"]),
 )
 def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: Path) -> None:
     """In training and while they draft."""

@@ -54,8 +54,10 @@ from tests.attacks import (
 )
 from tests.imports import ROOT, tracked
 from tests.service import until
-from tests.tiny import tiny_target
+from tests.tiny import shortened, tiny_target
 
+# `record` reads requests as `serve` does, and `watch` too.
+BRIEFLY = shortened(["serve", "record", "verify-server"], ["serve", "verify-server"])
 WORKS = 5  # times that another client does its work meanwhile
 SECONDS = "header_seconds", "body_seconds", "unread_seconds"
 BRIEF = replace(LIMITS, **dict.fromkeys(SECONDS, 1.0))
@@ -165,7 +167,7 @@ def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
-@only("serve", "record", "verify-server", fixture="brief")  # watch reads as serve does
+@only(*BRIEFLY, fixture="brief")
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.usefixtures("_no_line")
 def test_no_attack_lasts_whatever_it_goes_on_to_send(brief: Server, attack: str) -> None:

@@ -124,6 +124,7 @@ def test_the_loss_is_weighted_token_by_token(copies: int) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+@pytest.mark.thorough  # `test_killed_stages` trains one in the gate
 def test_boosted_drafters_cover_more_than_drafters_trained_alike(context: Any) -> None:
     """Alike, both guess the likelier word after a noun. Boosted, the second guesses the other."""
     context = with_examples(context, train=ambiguous("train", 60), dev=ambiguous("dev", 12))

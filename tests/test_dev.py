@@ -90,13 +90,12 @@ DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": 3, "max_new_token
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"draft_vocabulary": 80},
-        {"draft_vocabulary": 80, "output_rank": 20},
-        {"optimizer": {"lr": 1e-2, "ema": 0.5}},
-        {"lora": {"r": 2}},
+        pytest.param({"draft_vocabulary": 80, "output_rank": 20}, id="low-rank"),
+        pytest.param({"optimizer": {"lr": 1e-2, "ema": 0.5}}, id="averaged"),
+        pytest.param({"lora": {"r": 2}}, id="adapters"),
+        pytest.param({}, id="whole", marks=pytest.mark.thorough),
+        pytest.param({"draft_vocabulary": 80}, id="reduced", marks=pytest.mark.thorough),
     ],
-    ids=["whole", "reduced", "low-rank", "averaged", "adapters"],
 )
 def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context, target, settings):
     stage = make_stage("distill", "distill", **(DRAFTER | {"dev": DEV} | settings))

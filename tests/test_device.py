@@ -26,7 +26,7 @@ from heads.options import HeadOptions
 from tests.contract import HEAD_OPTIONS, RoutedByFirst
 from tests.device import SimulatedDevice, Wait, simulated_device
 from tests.other_tokenizers import shuffled, with_rows
-from tests.tiny import VOCAB, as_target, tiny_model
+from tests.tiny import VOCAB, as_target, shortened, tiny_model
 
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11, 12, 13, 11]]
 NEW, LONGER = 9, 14
@@ -108,14 +108,21 @@ def require_waits(build: Build, reads: int, new: int = NEW, **options: Any) -> N
 
 
 # The others are these with another threshold, or on a chain what one of these is.
-@pytest.mark.parametrize("rule", ["speculative", "exact", "coupled", "block", "typical"])
+@pytest.mark.parametrize(
+    "rule",
+    shortened(["speculative", "exact", "coupled", "block", "typical"], ["speculative", "block"]),
+)
 def test_a_step_with_a_chain_reads_once(rule: str) -> None:
     require_waits(small(), 1, rule=rule)
 
 
 # Others have the draft of one of these.
 @pytest.mark.parametrize(
-    "kind", ["medusa", "eagle1", "p_eagle", "pass", "dspark", "dflash2", "kangaroo"]
+    "kind",
+    shortened(
+        ["medusa", "eagle1", "p_eagle", "pass", "dspark", "dflash2", "kangaroo"],
+        ["medusa", "eagle1", "dspark", "kangaroo"],
+    ),
 )
 def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
     require_waits(headed(kind), 1, LONGER)
@@ -182,7 +189,17 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+# One for each way to draft: lookup, the target's own layers, another model, another tokenizer.
+@pytest.mark.parametrize(
+    "name",
+    shortened(
+        OTHERS,
+        (
+            *("suffix, trees", "first layers", "pard", "ngram+small", "lookahead", "swift"),
+            "another tokenizer, text",
+        ),
+    ),
+)
 def test_the_other_drafters(name: str) -> None:
     build, reads = OTHERS[name]
     require_waits(build, reads, LONGER, sampling=Sampling())
@@ -228,12 +245,15 @@ TREES: dict[str, tuple[dict[str, Any], str, int]] = {
 
 @pytest.mark.parametrize(
     ("shape", "rule"),
-    [
-        *((shape, "multi_round") for shape in ("top", "distinct", "calibrated", "chains")),
-        ("dynamic", "traversal"),
-        ("independent", "typical"),
-        ("independent", "spectr"),
-    ],
+    shortened(
+        [
+            *((shape, "multi_round") for shape in ("top", "distinct", "calibrated", "chains")),
+            ("dynamic", "traversal"),
+            ("independent", "typical"),
+            ("independent", "spectr"),
+        ],
+        [("distinct", "multi_round"), ("dynamic", "traversal"), ("independent", "spectr")],
+    ),
 )
 def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
     shape: str, rule: str

@@ -63,9 +63,9 @@ def test_an_honest_service_is_equal() -> None:
     assert mixed.headline.startswith("rows mixed at concurrency: ")
 
 
-@pytest.mark.parametrize(
-    "name", ["layers_below", pytest.param("first_slot", marks=pytest.mark.thorough)]
-)
+# In the gate: `test_a_verification_that_finds_less_ends_with_the_diagnosis`.
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["layers_below", "first_slot"])
 def test_a_mistake_in_a_service_is_named(name: str) -> None:
     found = diagnosed(MISTAKES[name]().make(taught("eagle3"), target()))
     assert found.explanation.verdict == name
@@ -265,6 +265,7 @@ def test_a_server_that_is_gone_is_said_by_name() -> None:
         engine.read("http://127.0.0.1:1")
 
 
+@pytest.mark.thorough  # `test_an_unknown_mistake_is_not_named` says it of counts
 def test_a_server_with_another_drafter_has_none_of_the_mistakes() -> None:
     found = diagnosed(NgramDrafter(1, 2))
     assert found.explanation.verdict == NONE

@@ -25,7 +25,7 @@ from distill.settings import LoraConfig
 from distill.trainable_model import Trainable
 from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_world_size import FSDP
-from tests.tiny import save_tiny, tiny_llama
+from tests.tiny import save_tiny, shortened, tiny_llama
 from tests.training import (
     Lines,
     assert_equal,
@@ -188,7 +188,7 @@ CELLS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "wrapped", "kind"),
-    [x if x in TELLING else pytest.param(*x, marks=pytest.mark.thorough) for x in CELLS],
+    shortened(CELLS, TELLING),
 )
 def test_the_written_drafter_is_the_module_of_the_last_step(
     tmp_path: Path, engine: str, wrapped: str, kind: str

@@ -124,17 +124,17 @@ LAWS = [
     ("speculative", "chain", "through transformers"),
     ("speculative", "first layers", "deeper"),
     ("block", "vertical", "penalised"),
-    ("speculative", "lookup or horizontal", "plain"),
-    ("speculative", "changing layers", "deeper"),
-    ("block", "shared tokens", "penalised"),
     ("speculative", "text", "penalised"),
     ("traversal", "parallel tree", "plain"),
-    ("multi_round", "merged models", "plain"),
     ("traversal", "merged with lookup", "processed"),
     ("speculative", "grammar", "constrained"),
 ]
 # Other drafters, each with one rule: what a rule does with a q is enumerated, whatever made it.
 MORE_LAWS = [
+    ("speculative", "lookup or horizontal", "plain"),
+    ("speculative", "changing layers", "deeper"),
+    ("block", "shared tokens", "penalised"),
+    ("multi_round", "merged models", "plain"),
     ("traversal", "the likeliest paths", "plain"),
     ("spectr", "two chains", "plain"),
     ("traversal", "tree of few slots", "plain"),

@@ -399,6 +399,7 @@ def test_openvino(for_vllm: tuple[Target, Path]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.thorough  # `test_a_server_that_dies_says_why` needs no engine
 def test_vllm_refuses_half_a_drafter(for_vllm: tuple[Target, Path], tmp_path: Path) -> None:
     needs("vllm")
     target, path = for_vllm

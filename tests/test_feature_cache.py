@@ -345,12 +345,11 @@ def open_for_rank(directory: Path, rank: int) -> None:
 def check_ranks(directory: Path, url: str) -> None:
     """In a process that has computed nothing yet, as its forks compute. url: of a server that hands
     out states."""
-    window = {"tokens_per_pass": 140}
     server = {"features": {"server": {"url": url, "directory": str(directory / "files")}}}
     noisy = {"heads": {"type": "eagle1", "noise": 0.5}}
     alone = forked(lambda: train_heads(directory / "one", "cached", features="cache", **noisy))
     assert status_of(alone) == 0
-    sources = {"cached": {"features": "cache"}, "window": window, "served": server}
+    sources = {"cached": {"features": "cache"}, "served": server}
     for name, settings in sources.items():
         done = two_ranks(
             lambda _: train_heads(directory / "two", name, **settings, **noisy)  # noqa: B023
@@ -374,7 +373,7 @@ def test_two_ranks_train_as_one_and_must_see_the_same_files(tmp_path: Path) -> N
     assert done.stderr.count("UserError: rank 1 sees other files in") == 2
     one, *others = (
         load_file(tmp_path / name / "drafter" / "heads.safetensors")
-        for name in ("one/cached", "two/cached", "two/window", "two/served")
+        for name in ("one/cached", "two/cached", "two/served")
     )
     for name, weights in one.items():
         for other in others:

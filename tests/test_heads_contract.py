@@ -46,7 +46,7 @@ from tests.stages import (
     run_stage,
     stage_context,
 )
-from tests.tiny import VOCAB, tiny_target
+from tests.tiny import VOCAB, shortened, tiny_target
 from tests.trained_heads import check_drafts_are_trained
 from tests.training import assert_equal
 
@@ -73,7 +73,7 @@ def test_every_kind_has_options() -> None:
     assert not lacking, f"tests/contract.py lacks options of {lacking}: add them to HEAD_OPTIONS"
 
 
-@kinds
+@pytest.mark.parametrize("kind", shortened(HEAD_OPTIONS, ("medusa", "dflash2", *TRAINED)))
 def test_rows_are_their_own(kind: str) -> None:
     check_rows_are_their_own(lambda: heads_drafter(kind, static()))
 
@@ -85,13 +85,7 @@ def test_greedy_texts_survive_everything(kind: str) -> None:
     check_greedy_texts_survive_everything(lambda: heads_drafter(kind, shape))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in TRAINED else pytest.param(kind, marks=pytest.mark.thorough)
-        for kind in HEAD_OPTIONS
-    ],
-)
+@pytest.mark.parametrize("kind", shortened(HEAD_OPTIONS, TRAINED))
 def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
     """Where another drafter drafts first, hidden states are read and steps taken later."""
     check_greedy_texts_survive_everything(
@@ -113,7 +107,6 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
     ("kind", "rule", "draw"),
     [
         # One kind for each way to draft. `eagle1`, `dflash` and `dspark` have laws further below.
-        ("hydra_plus", "spectr", "independent"),
         ("eagle3", "traversal", "distinct"),
         ("pass", "block", None),
         ("dflash2", "multi_round", "distinct"),
@@ -121,6 +114,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
         *(
             pytest.param(*law, marks=pytest.mark.thorough)
             for law in (
+                ("hydra_plus", "spectr", "independent"),
                 ("medusa", "block", None),
                 ("p_eagle", "block", None),
                 ("xpress", "traversal", "distinct"),
@@ -201,13 +195,7 @@ def test_stored_heads_fit_other_forms_of_their_target(kind: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in TRAINED else pytest.param(kind, marks=pytest.mark.thorough)
-        for kind in HEAD_OPTIONS
-    ],
-)
+@pytest.mark.parametrize("kind", shortened(HEAD_OPTIONS, TRAINED))
 def test_a_stage_trains_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves the target as it is. A killed stage ends with the same weights, because what is
     drawn in a training, such as noise and anchors, is drawn again where it was."""

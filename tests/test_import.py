@@ -511,13 +511,13 @@ def test_acceptance_is_measured_beside_the_claim(tmp_path: Path, seven: Target) 
     assert (found["layout"], found["kind"], found["claimed"]) == ("speculators", "eagle3", 2.3)
     assert found["measured"]["prompts"] == 2
     assert found["measured"]["gamma"] == 3 == found["depth"]
-    expected = measure_import(taught, seven, PROMPTS[:16], max_new_tokens=24)
-    measured = measure_import(tmp_path / "out", seven, PROMPTS[:16], max_new_tokens=24)
+    expected = measure_import(taught, seven, PROMPTS[:8], max_new_tokens=24)
+    measured = measure_import(tmp_path / "out", seven, PROMPTS[:8], max_new_tokens=24)
     assert measured == expected
     assert measured["tokens_per_step"] > 2
     shifted = ImportOptions(layer_ids="outputs")
     import_drafter(str(tmp_path / "published"), seven, tmp_path / "shifted", shifted)
-    worse = measure_import(tmp_path / "shifted", seven, PROMPTS[:16], max_new_tokens=24)
+    worse = measure_import(tmp_path / "shifted", seven, PROMPTS[:8], max_new_tokens=24)
     assert worse["tokens_per_step"] < measured["tokens_per_step"] - 0.5
     refused = CliRunner().invoke(app, [*words, str(tmp_path / "x"), "--claimed", "2"])
     assert refused.exit_code == 2

@@ -22,7 +22,7 @@ from draftsmith.starter_config import GOALS, MACHINES, Starter
 from heads.heads_directory import new_heads, save_heads
 from heads.options import HeadOptions
 from tests.test_run import CONFIG, WORDS
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, shortened
 from train.base.console import Reporter
 from train.base.stage import StagePlan
 from train.loop.estimates import read_speeds, seconds_of
@@ -147,7 +147,9 @@ EAGLE31 = "stages.heads.heads={type: eagle3, fc_norm: true}"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("goal", "engine"),
-    [*((goal, None) for goal in GOALS), pytest.param("heads", "vllm", marks=pytest.mark.thorough)],
+    shortened(
+        [*((goal, None) for goal in GOALS), ("heads", "vllm")], [("heads", None), ("online", None)]
+    ),
 )
 def test_a_config_runs_as_it_is(
     place: Path, monkeypatch: pytest.MonkeyPatch, goal: str, engine: str | None

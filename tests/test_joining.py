@@ -34,7 +34,7 @@ from tests import lossless
 from tests.contract import LIMITS, NEW, PROMPTS, alone, decoder, recipe, staggered
 from tests.lossless import LONGER, longer_model, small_lm
 from tests.mtp_targets import FAMILIES
-from tests.tiny import finish, tiny_model, tiny_tokenizer, tokens_fed
+from tests.tiny import finish, shortened, tiny_model, tiny_tokenizer, tokens_fed
 
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, top_p=0.98)
 
@@ -53,13 +53,16 @@ def test_numbers_depend_on_the_length_of_each_row(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        "heuristic",
-        "entropy:ema=0.5",
-        "adaptive_confidence:window=8",
-        "draft_exit:threshold=0.6",
-        "by_batch",
-    ],
+    shortened(
+        [
+            "heuristic",
+            "entropy:ema=0.5",
+            "adaptive_confidence:window=8",
+            "draft_exit:threshold=0.6",
+            "by_batch",
+        ],
+        ["adaptive_confidence:window=8", "by_batch"],
+    ),
 )
 def test_policies_count_from_a_rows_own_beginning(policy: str) -> None:
     made: Any = POLICIES["by_batch"]({1: 3, 3: 1, 4: 0}) if policy == "by_batch" else policy
@@ -203,7 +206,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
 # --- prompts read in several passes ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tree", "eagle1", "dflash"])
+@pytest.mark.parametrize("kind", shortened(["tree", "eagle1", "dflash"], ["eagle1"]))
 def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fed_rows, "PADDING", 1 << 20)
     texts, widths, widths_of_heads = [], [], []
@@ -233,7 +236,9 @@ def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.Monke
     assert widths[0] < widths[1] <= 60 < widths[2]
 
 
-@pytest.mark.parametrize("kind", ["chain", "skip tree", "eagle1 tree", "pass"])
+@pytest.mark.parametrize(
+    "kind", shortened(["chain", "skip tree", "eagle1 tree", "pass"], ["chain", "eagle1 tree"])
+)
 def test_rows_go_on_while_prompts_are_read_in_parts(kind: str) -> None:
     """Several wait at once; the shorter ones overtake the longest, and one is given up."""
     which = decoder(recipe(kind), sampling=SAMPLED, eos_token_ids=())
@@ -420,7 +425,7 @@ SHARING: dict[str, Any] = {
     [
         ("llama", {}),
         ("deepseek_v3", FAMILIES["deepseek_v3"]),  # latent attention
-        ("gemma4_text", SHARING),
+        pytest.param("gemma4_text", SHARING, marks=pytest.mark.thorough),
         ("qwen3_next", FAMILIES["qwen3_next"]),  # with running states
     ],
 )

@@ -23,7 +23,7 @@ from heads.kangaroo_heads import KangarooDrafter
 from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.test_eagle import llama_layer
-from tests.tiny import VOCAB, tiny_target
+from tests.tiny import VOCAB, shortened, tiny_target
 from tests.trained_heads import features_of, logits_of
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -86,7 +86,13 @@ def test_the_adapter_is_attention_over_exit_states_between_two_norms() -> None:
         torch.testing.assert_close(last_logits(fresh, model, text), early)
 
 
-@pytest.mark.parametrize(("family", "shape"), list(zip(FAMILIES, SHAPE_NAMES, strict=True)))
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    shortened(
+        zip(FAMILIES, SHAPE_NAMES, strict=True),
+        [("llama", SHAPE_NAMES[0]), ("gpt2", SHAPE_NAMES[1])],
+    ),
+)
 def test_what_is_drafted_is_what_was_trained_and_leaves_no_trace(
     family: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

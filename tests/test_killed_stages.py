@@ -18,7 +18,7 @@ from tests.stages import (
     run_stage,
     stage_context,
 )
-from tests.tiny import VOCAB, tiny_target
+from tests.tiny import VOCAB, shortened, tiny_target
 from tests.training import assert_near
 from train.loop import boosting
 
@@ -54,7 +54,7 @@ def weights(outcome: Any) -> dict[str, Any]:
     return found | (load_file(outcome.target / "model.safetensors") if outcome.target else {})
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", shortened(KINDS, ["boosted", "layer_skip", "joint"]))
 def test_a_killed_training_ends_with_the_same_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def distribution(package: str) -> str:
     return canonicalize_name(installed().get(package, [package])[0])
 
 
+@cache
 def third_party(file: Path) -> set[str]:
     """The distributions that a file imports from."""
     names = {

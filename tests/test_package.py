@@ -51,26 +51,6 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "unpacked"
 
 
-def run(unpacked: Path, directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`draftsmith ARGUMENTS` of the unpacked wheel, in another directory. -I: without the
-    repository, even if PYTHONPATH has it."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(unpacked)!r}); from draftsmith.cli.main import main; "
-        f"import train; assert train.__file__.startswith({str(unpacked)!r}); "
-        f"sys.argv = ['draftsmith', *{arguments!r}]; main()"
-    )
-    return subprocess.run(
-        [sys.executable, "-I", "-c", code],
-        cwd=directory,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "COLUMNS": "140"},
-    )
-
-
 def test_the_wheel_has_all_files_and_no_others(unpacked: Path):
     packed = {str(f.relative_to(unpacked)) for f in unpacked.rglob("*") if f.is_file()}
     packed = {name for name in packed if ".dist-info/" not in name}

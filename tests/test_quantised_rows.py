@@ -112,6 +112,7 @@ def test_other_types_of_a_file_are_left() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.thorough  # small files of each kind are above
 def test_the_embedded_target_is_read_in_its_own_form() -> None:
     """Passes over one token and over many have the bits that float32 weights give."""
     model = real_target().model

@@ -22,7 +22,7 @@ from tests.published import LAYOUTS
 from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.test_import import FORMS
 from tests.test_import_block import z_lab
-from tests.tiny import VOCAB, save_tiny
+from tests.tiny import VOCAB, save_tiny, shortened
 
 # One batch holds all of the text, so that losses of two steps can be compared.
 LOOP = {"epochs": 4, "tokens_per_batch": 2000, "log_every": 1}
@@ -65,9 +65,7 @@ HEADS = {name: (published_heads(name), FORMS.get(name, "")) for name in LAYOUTS}
 TRAINED = ("specforge_eagle3", "eagle1", "speculators_p_eagle", "medusa", "dflash", "dspark")
 
 
-@pytest.mark.parametrize(
-    "layout", [x if x in TRAINED else pytest.param(x, marks=pytest.mark.thorough) for x in HEADS]
-)
+@pytest.mark.parametrize("layout", shortened(HEADS, TRAINED))
 def test_imported_heads_are_trained_and_exported(
     layout: str, tmp_path: Path, seven: Target, deep: Target, spare: Target
 ) -> None:

@@ -18,7 +18,7 @@ from draftsmith.serve.openai.openai_requests import CHAT
 from tests.service import MODEL, Running, ask, chat, serving, streamed
 from tests.test_grammars import TOKENIZERS
 from tests.test_serve_tools import TEMPLATES
-from tests.tiny import as_target, tiny_target
+from tests.tiny import as_target, shortened, tiny_target
 
 SCHEMA = {
     "type": "object",
@@ -240,13 +240,8 @@ def said(message: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        # `test_grammars` has all of them without a service.
-        x
-        if x in ("added and special", "byte fallback")
-        else pytest.param(x, marks=pytest.mark.thorough)
-        for x in TOKENIZERS
-    ],
+    # `test_grammars` has all of them without a service.
+    shortened(TOKENIZERS, ["added and special", "byte fallback"]),
 )
 def test_the_text_of_an_added_token_is_written_through_the_service(kind: str) -> None:
     """With tokenizers that have it as a token, as a special one, or as letters or bytes."""

@@ -35,7 +35,7 @@ from tests.stages import (
     stage_context,
     with_examples,
 )
-from tests.tiny import padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import padded, save_tiny, shortened, tiny_model, tiny_target, tiny_tokenizer
 from tests.training import Killed, before_call
 from train.base.stage import StageInputs
 from train.data.batches import collate
@@ -263,7 +263,7 @@ def distill(context: StageInputs, name: str = "distill", **settings: Any) -> Any
     )
 
 
-@pytest.mark.parametrize("size", [None, 60])
+@pytest.mark.parametrize("size", shortened([None, 60], [60]))
 def test_a_drafter_learns_from_the_cache_what_it_does_from_the_target(context, monkeypatch, size):
     """k is the whole (draft) vocabulary, so that nothing but float16 is between the two."""
     cache = make_cache(context, k=size or 300, draft_vocabulary=size)
@@ -285,7 +285,7 @@ def test_a_drafter_learns_from_the_cache_what_it_does_from_the_target(context, m
         assert torch.equal(ids, drafter_weights(live)["draft_vocabulary.safetensors ids"])
 
 
-@pytest.mark.parametrize("rows", [307, pytest.param(330, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("rows", shortened([307, 330], [307]))
 def test_a_drafter_padded_to_another_size_learns_the_same(tmp_path, rows):
     """A drafter of 300 tokens learns from a target of 320 rows, live and from its cache. Its
     padding has large logits, which neither change the loss nor learn."""

@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,21 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, BOS_ID, EOS_ID = range(3)
 VOCAB = 300
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gpt2", "mistral")
+
+
+def shortened(values: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """The parameters of a test of which `make test` has one of each kind, those of `kept`, and
+    `make test-thorough` the others. Tuples are the values of several parameters."""
+    values = list(values)
+    assert all(value in values for value in kept)
+    marked = pytest.mark.thorough
+    return [
+        value
+        if value in kept
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marked)
+        for value in values
+    ]
+
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
