@@ -256,8 +256,8 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
         return failure
 
     assert "The cause, by draftsmith diagnose: layers_below: " in said(24)
-    assert "expected at least 20" in said(15)
-    assert "run: draftsmith diagnose URL" in said(15, trained=False)
+    assert "expected at least 20" in said(8)
+    assert "run: draftsmith diagnose URL" in said(8, trained=False)
 
 
 def test_a_server_that_is_gone_is_said_by_name() -> None:

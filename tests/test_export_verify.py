@@ -65,9 +65,9 @@ def test_transformers_counts_what_our_loop_counts(target: Target, exported: Path
     """To the token: same drafts, same verdicts, ends of texts included. A token that the texts are
     full of ends them."""
     which = replace(target, eos_token_ids=(_common_token(target),))
-    found = verify_export("transformers", task(which, exported, prompts=PROMPTS[:12]))
+    found = verify_export("transformers", task(which, exported, prompts=PROMPTS[:6]))
     assert_same_counts(found)
-    assert found.ours.drafted > 200
+    assert found.ours.drafted > 100
     assert 0.1 < (found.ours.rate or 0) < 0.9
     said = found.to_dict()
     assert said["our_efficiency"] == said["engine_efficiency"]
@@ -214,7 +214,7 @@ def test_a_child_that_fails_says_why(python: Path) -> None:
 def test_a_child_that_hangs_is_ended_with_its_own(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.shared.child_job.HANG_SECONDS", 6.0)
+    monkeypatch.setattr("benchmarks.shared.child_job.HANG_SECONDS", 3.0)
     python.write_text(
         "import os, pathlib, time\n"
         "child = os.fork()\n"
@@ -223,7 +223,7 @@ def test_a_child_that_hangs_is_ended_with_its_own(
         encoding="utf-8",
     )
     file = python.with_name("pid")
-    with pytest.raises(UserError, match="it made no progress for 6 s"):
+    with pytest.raises(UserError, match="it made no progress for 3 s"):
         run_job("it", python, {}, {"FILE": str(file)})
     assert _ends(int(file.read_text("utf-8")))
 
