@@ -305,6 +305,10 @@ class _Closed(Exception):
 
 def _is_one(prompts: Any) -> bool:
     """Whether this is one prompt, not a sequence of prompts."""
+    if not hasattr(prompts, "__len__"):
+        raise UserError(
+            f"the prompts are {prompts!r}; expected a text, messages, token ids or a list of them"
+        )
     if isinstance(prompts, str) or not len(prompts):
         return isinstance(prompts, str)
     # A message, or a token: a number or an array without dimensions.
