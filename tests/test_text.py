@@ -243,7 +243,8 @@ def test_what_is_left_to_generate_or_makes_no_sense() -> None:
         ours.generate(TEXTS, streamer=TextStreamer(tokenizer()))
     with pytest.raises(UserError, match="no prompts"):
         ours.generate([])
-    for prompts in (None, 5):
+    wrong: list[Any] = [None, 5]
+    for prompts in wrong:
         with pytest.raises(UserError, match=f"the prompts are {prompts}; expected a text"):
             ours.generate(prompts)
     with pytest.raises(UserError, match="a vocabulary of 280 tokens, but the target's has 300"):
