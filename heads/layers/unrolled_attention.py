@@ -70,9 +70,11 @@ def causal_attention(
     if window is not None and queries.shape[2] > window.size:
         return merged_attention(queries, [keys], [values], window)
     if queries.shape[1] == keys.shape[1] or _has_kernel(queries, keys, values):
-        scale, wide = queries.shape[3] ** -0.5, equally_wide(queries, keys, values)
+        wide, scale, size = (queries, keys, values), queries.shape[3] ** -0.5, values.shape[3]
+        if size != keys.shape[3]:
+            wide = equally_wide(*wide)
         out = scaled_dot_product_attention(*wide, is_causal=True, scale=scale, enable_gqa=True)
-        return out[..., : values.shape[3]]
+        return out[..., :size]
     # Without flash attention, PyTorch stores all scores if key heads serve several query heads.
     return merged_attention(queries, [keys], [values])
 
