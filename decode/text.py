@@ -1,5 +1,6 @@
 """Text in, text out: a `generate` call as in `transformers`, over the speculative loop."""
 
+import atexit
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,7 +234,8 @@ class SpeculativeGenerator:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """The pieces of one answer's text, as they become final. Options are as for `generate`.
 
-        Decoding runs ahead in a separate thread, and ends when the iterator is closed.
+        Decoding runs ahead in a separate thread, and ends when the iterator is closed or the
+        program ends.
         """
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
         closed = threading.Event()
@@ -252,16 +254,22 @@ class SpeculativeGenerator:
             except BaseException as error:  # raised again in the reader
                 pieces.put(error)
 
+        def end() -> None:
+            closed.set()
+            thread.join()
+
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
+        # A thread that computes while Python ends would abort the process.
+        atexit.register(end)
         try:
             while (piece := pieces.get()) is not None:
                 if isinstance(piece, BaseException):
                     raise piece
                 yield piece
         finally:
-            closed.set()
-            thread.join()
+            end()
+            atexit.unregister(end)
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, as `prompt_ids` makes them."""
@@ -297,6 +305,10 @@ class _Closed(Exception):
 
 def _is_one(prompts: Any) -> bool:
     """Whether this is one prompt, not a sequence of prompts."""
+    if not hasattr(prompts, "__len__"):
+        raise UserError(
+            f"the prompts are {prompts!r}; expected a text, messages, token ids or a list of them"
+        )
     if isinstance(prompts, str) or not len(prompts):
         return isinstance(prompts, str)
     # A message, or a token: a number or an array without dimensions.

@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import itertools
+import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -222,6 +223,18 @@ def test_a_stream_may_be_left_and_tells_of_errors() -> None:
         list(ours.stream("a", max_tokens=3))
 
 
+def test_a_program_may_end_while_a_stream_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that computes while Python ends would abort the process."""
+    at_end: list[Any] = []
+    monkeypatch.setattr("atexit.register", at_end.append)
+    stream = generator(NoDrafter()).stream(TEXTS[0], max_new_tokens=200)
+    next(stream)
+    threads = threading.active_count()
+    at_end[-1]()
+    assert threading.active_count() == threads - 1
+    stream.close()
+
+
 def test_what_is_left_to_generate_or_makes_no_sense() -> None:
     ours = generator()
     with pytest.raises(UserError, match=r"num_beams is 4; expected 1, .* model\.generate"):
@@ -230,6 +243,10 @@ def test_what_is_left_to_generate_or_makes_no_sense() -> None:
         ours.generate(TEXTS, streamer=TextStreamer(tokenizer()))
     with pytest.raises(UserError, match="no prompts"):
         ours.generate([])
+    wrong: list[Any] = [None, 5]
+    for prompts in wrong:
+        with pytest.raises(UserError, match=f"the prompts are {prompts}; expected a text"):
+            ours.generate(prompts)
     with pytest.raises(UserError, match="a vocabulary of 280 tokens, but the target's has 300"):
         generator(model("llama", vocab=280)).generate(TEXTS)
 
