@@ -147,7 +147,7 @@ FAULTS: dict[str, dict[str, Callable[[Path], Any]]] = {
         ),
         "has no readable config.json (maximum recursion": lambda directory: (
             directory / "config.json"
-        ).write_text('{"a":' * 9999 + "1" + "}" * 9999),
+        ).write_text('{"a":' * 9999 + "1" + "}" * 9999, "utf-8"),
         "and 35 more": lambda directory: settings(
             **{"transformer_layer_config": stored_layers(directory) | {"num_hidden_layers": 7}}
         )(directory),
