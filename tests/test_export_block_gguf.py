@@ -102,6 +102,21 @@ def test_a_file_that_computes_something_else_is_not_imported(
         import_drafter(str(windows), plain[0], tmp_path / "mixed")
 
 
+def test_a_hostile_file_is_refused_in_words(tmp_path: Path, plain: tuple[Target, Path]) -> None:
+    file = exported(tmp_path, plain, DFLASH) / "drafter.gguf"
+
+    def odd(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["blk.5"] = tensors["blk.0.attn_norm.weight"].copy()
+
+    def many(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        keys["dflash.block_count"] = 2**31
+
+    for change, message in ((odd, "blk.5"), (many, "block_count is 2147483648, which is not")):
+        rewrite_gguf(file, change)
+        with pytest.raises(UserError, match=message):
+            import_drafter(str(file), plain[0], tmp_path / "again")
+
+
 def test_what_llama_cpp_cannot_capture(tmp_path: Path, plain: tuple[Target, Path]) -> None:
     with pytest.raises(UserError, match=r"outputs of the layers \[0, 3\] .* has 4 layers"):
         exported(tmp_path, plain, DFLASH | {"taps": [0, 3]})

@@ -98,7 +98,7 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
-def layers_of(directory: Path) -> dict[str, Any]:
+def stored_layers(directory: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
     return config["transformer_layer_config"]
 
@@ -147,9 +147,9 @@ FAULTS: dict[str, dict[str, Callable[[Path], Any]]] = {
         ),
         "has no readable config.json (maximum recursion": lambda directory: (
             directory / "config.json"
-        ).write_text('{"a":' * 9999 + "1" + "}" * 9999),
+        ).write_text('{"a":' * 9999 + "1" + "}" * 9999, "utf-8"),
         "and 35 more": lambda directory: settings(
-            **{"transformer_layer_config": layers_of(directory) | {"num_hidden_layers": 7}}
+            **{"transformer_layer_config": stored_layers(directory) | {"num_hidden_layers": 7}}
         )(directory),
     },
     # The library and vLLM read a missing one differently.

@@ -22,7 +22,7 @@ from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
 from draftsmith.export.export_directory import check_export, planned_layout, reload_export
-from draftsmith.export.formats.readers import KNOWN, READERS, release, require_read
+from draftsmith.export.formats.readers import KNOWN, READERS, release_of, require_read
 from draftsmith.export.trained_drafter import TrainedDrafter
 from train.base.platforms import require_posix
 from train.engines.counters import DraftCounts
@@ -133,7 +133,7 @@ def engine_for(
     require_read(name, layout, used, f"this {layout} export")
     engine = require_engine(name, python)
     installed = str(engine.version(python))
-    if reads.until is not None and release(installed) > release(reads.until):
+    if reads.until is not None and release_of(installed) > release_of(reads.until):
         raise UserError(
             f"{name} {installed} is installed, and it reads {layout} up to {reads.until}; verify "
             "it with such a release (--engine-python)"

@@ -21,7 +21,7 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.gguf_file import read_header
 from decode.model.loading import Target, target_gguf
-from draftsmith.export.file_schema import is_bool, is_count, is_id
+from draftsmith.export.file_schema import is_bool, is_count, is_id, key_problems, require_none
 from draftsmith.export.formats import FORMATS, ExportJob, export_facts
 from draftsmith.export.formats.block_layers import (
     CONFIDENCE,
@@ -251,13 +251,13 @@ def own_tensors(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in weights.items()
         if name != FREQUENCIES
     }
-    if D2T in tensors:
+    if D2T in tensors and tensors[D2T].ndim == 1:
         tensors[D2T] = tensors[D2T] - torch.arange(len(tensors[D2T]))
     return tensors
 
 
 def _renamed(name: str, layers: str, others: str, names: Mapping[str, str]) -> str:
-    if not name.startswith(f"{layers}."):
+    if not name.startswith(f"{layers}.") or name.count(".") == 1:
         return names.get(name, name)
     _, number, part = name.split(".", 2)
     return f"{others}.{number}.{names.get(part, part)}"
@@ -299,6 +299,13 @@ def config_of(keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, An
 def published_config(keys: Mapping[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the config of a published file, as `config_of` does. Keys that may change what it
     computes, and are not read here, keep their names."""
+    read_below: dict[str, Any] = {
+        f"{ARCH}.block_count": lambda x: is_count(x) and x <= len(weights),
+        **dict.fromkeys((EPSILON, THETA), lambda x: isinstance(x, int | float)),
+        **dict.fromkeys((TOKENS, PATTERN), lambda x: isinstance(x, list)),
+    }
+    known_keys = {key: test for key, test in read_below.items() if key in keys}
+    require_none(key_problems(known_keys, keys, "it"), "the file cannot be read")
     facts: dict[str, Any] = {"kept": len(weights[D2T]) if D2T in weights else None}
     if "markov_w1.weight" in weights:
         facts["rank"] = weights["markov_w1.weight"].shape[-1]

@@ -130,10 +130,10 @@ def require_read(name: str, layout: str, used: Iterable[str], what: str) -> None
         )
 
 
-def release(version: str) -> tuple[int, ...]:
+def release_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version, which name a release.
 
-    >>> release("0.33.1+cpu"), release("0.33") > release("0.9")
+    >>> release_of("0.33.1+cpu"), release_of("0.33") > release_of("0.9")
     ((0, 33), True)
     """
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
