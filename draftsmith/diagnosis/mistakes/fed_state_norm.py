@@ -23,8 +23,8 @@ class FedStateNorm(Mistake):
         "the engine that feeds the right state"
     )
     seen = (
-        "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, together with `first_embedding`, found by this "
-        "project's own comparison"
+        "vLLM's CPU build 0.32 with GLM-4-MoE's MTP, together with `first_embedding`, found by "
+        "this project's own comparison"
     )
     engines = ("vllm",)
 
