@@ -97,8 +97,9 @@ def parse_reading(page: str) -> ServerCounters | None:
 def read(url: str, key: str = "") -> ServerCounters:
     """The counters once they stand still. Raises UserError for a server that hides them, and for
     one that is busy with other requests, and NoAnswer."""
-    end, last = time.monotonic() + LONGEST_SETTLE, None
-    while time.monotonic() < end:
+    end, last, before = time.monotonic() + LONGEST_SETTLE, None, None
+    # One reading that took longer says nothing of the next.
+    while before is None or time.monotonic() < end:
         try:
             page = ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace")
         except NoAnswer:
@@ -116,7 +117,7 @@ def read(url: str, key: str = "") -> ServerCounters:
             )
         if found == last:
             return found
-        last = found
+        before, last = last, found
         time.sleep(SETTLE_SECONDS.get(found.engine, SLOW_SECONDS))
     raise UserError(
         f"the counters of {url} do not stand still: it answers other requests meanwhile. Expected "
