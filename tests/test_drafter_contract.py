@@ -156,7 +156,7 @@ MORE_LAWS = [
     ("speculative", "few slots", "plain"),
     ("coupled", "vertical", "penalised"),
     ("speculative", "longest match", "plain"),
-    ("speculative", "ngram", "penalised"),
+    ("speculative", "ngram", "penalised"),  # it drafts no end, which is in no text
     ("block", "chain", "plain"),
 ]
 

@@ -224,8 +224,7 @@ def test_a_stage_trains_them(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert plan.trained_parameters == whole.summary["trained_parameters"] == own
     assert drafter.heads.rows == whole.summary["draft_vocabulary"] == 150
     losses = [entry["loss"] for entry in whole.summary["training"]["history"]]
-    # By epochs. Two embeddings learn less in one than what is drawn in it changes the loss.
-    assert kind == "pass" or sum(losses[-4:]) < sum(losses[:4])
+    assert sum(losses[-4:]) < sum(losses[:4])  # of an epoch
     last = whole.summary["training"]["dev"][-1]
     depths = drafter.heads.loss_weights(0.0)
     assert {f"head{depth}/top1" for depth in depths} | {"acceptance_rate"} <= set(last)
