@@ -25,7 +25,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.forward.attention_mask import Attend, equally_wide
+from decode.model.forward.attention_mask import Attend
 from distill.chunked_loss import at_least_float32
 
 aten = torch.ops.aten
@@ -65,16 +65,12 @@ def causal_attention(
     queries: Tensor, keys: Tensor, values: Tensor, window: SlidingWindow | None = None
 ) -> Tensor:
     """Each token attends to itself and the tokens before it, in the window. queries: [B, N, T, D].
-    keys: [B, G, T, D]. values: [B, G, T, E]. The memory is O(T)."""
+    keys, values: [B, G, T, D]. The memory is O(T)."""
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)
     if window is not None and queries.shape[2] > window.size:
         return merged_attention(queries, [keys], [values], window)
     if queries.shape[1] == keys.shape[1] or _has_kernel(queries, keys, values):
-        wide, scale, size = (queries, keys, values), queries.shape[3] ** -0.5, values.shape[3]
-        if size != keys.shape[3]:
-            wide = equally_wide(*wide)
-        out = scaled_dot_product_attention(*wide, is_causal=True, scale=scale, enable_gqa=True)
-        return out[..., :size]
+        return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     # Without flash attention, PyTorch stores all scores if key heads serve several query heads.
     return merged_attention(queries, [keys], [values])
 
