@@ -115,8 +115,8 @@ def taught_heads(
     return drafter
 
 
-def through_service(kind: str, served: Drafter, count: int) -> Diagnosis:
+def through_service(kind: str, served: Drafter, count: int, **settings: Any) -> Diagnosis:
     """Our service drafts with `served`; the diagnosis is given the drafter as it is."""
-    with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
+    with serving(target(), served, DecodeSettings(gamma=GAMMA, **settings)) as running:
         config = ServerConfig(url=[running.url], concurrency=1)
         return diagnose(running.url, target(), taught(kind), prompts(count, 0), config, gamma=GAMMA)

@@ -263,6 +263,13 @@ def test_a_verification_that_finds_less_ends_with_the_diagnosis(
     assert "expected at least 20" in few
 
 
+def test_a_server_that_chooses_the_length_of_its_drafts_is_said_by_name() -> None:
+    """Its counts are those of shorter drafts, which no mistake explains."""
+    policy = {"name": "by_batch", "table": {1: 1, 2: GAMMA}}
+    with pytest.raises(UserError, match=r"drafts fewer than 3 tokens at a time for \d+% .* fixed"):
+        through_service("eagle3", taught("eagle3"), PROMPTS, policy=policy)
+
+
 def test_a_server_that_is_gone_is_said_by_name() -> None:
     with pytest.raises(NoAnswer, match="does not answer"):
         engine.read("http://127.0.0.1:1")

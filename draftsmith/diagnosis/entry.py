@@ -36,6 +36,8 @@ PLUS = " + "  # between the names of a pair
 # Requests at a time, after one at a time.
 TOGETHER = (8, 16)
 FEWEST_PROMPTS = 20
+# A server chooses the length of its drafts if more than this share of the prompts got shorter ones.
+MOST_SHORTER = 0.5
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,7 @@ def diagnose(
     by_name = here.counts(made)
     say(f"asking {url} for {len(prompts)} answers, one after the other")
     there = measure(url, target, prompts, here.texts, config, gamma=gamma, tokens=tokens, say=say)
+    _require_whole_drafts(url, (there.drafted < here.fewest).mean(), gamma)
     counted = as_keys(there.accepted)
     weights = {name: SEEN for name in made if name != EQUAL and engine in MISTAKES[name].engines}
     said = {name: as_keys(there.in_its_form(x)) for name, x in by_name.items()}
@@ -229,6 +232,16 @@ def require_room(target: Target, prompts: Sequence[Sequence[int]], tokens: int) 
         )
 
 
+def _require_whole_drafts(url: str, shorter: float, gamma: int) -> None:
+    """Raise UserError if this share of the prompts got fewer draft tokens than any drafter needs."""
+    if shorter > MOST_SHORTER:
+        raise UserError(
+            f"{url} drafts fewer than {gamma} tokens at a time for {shorter:.0%} of the prompts: it "
+            f"chooses the length of its drafts. Expected drafts of {gamma} tokens; start it with a "
+            "fixed length (draftsmith serve: --policy fixed; llama-server: --spec-draft-p-min 0)"
+        )
+
+
 def open_plain(path: Path, target: Target) -> Drafter:
     """A drafter from its directory. The weights of heads stay as they are stored, so that mistakes
     can change them; those of `open_drafter` may be packed. Raises UserError as `open_drafter`."""
@@ -243,7 +256,8 @@ def open_plain(path: Path, target: Target) -> Drafter:
 
 
 class _Here:
-    """Our own measurement, counted as the engine counts. texts: the target's own."""
+    """Our own measurement, counted as the engine counts. texts: the target's own. fewest: the draft
+    tokens of each prompt, int [N], of the drafter that needs the fewest."""
 
     def __init__(
         self,
@@ -256,6 +270,7 @@ class _Here:
         self._target, self._prompts = target, prompts
         self._counting, self._gamma, self._tokens = COUNTING[engine], gamma, tokens
         self.texts: list[list[int]] = []
+        self.fewest = np.full(len(prompts), np.iinfo(np.int64).max)
 
     def counts(self, drafters: dict[str, Drafter]) -> dict[str, np.ndarray]:
         """{name: accepted tokens by place, int [N, γ]}."""
@@ -265,10 +280,13 @@ class _Here:
         )  # fmt: skip
         self.texts = drafts.texts.tolist()
         eos = self._target.eos_token_ids
-        return {
-            name: accepted_by_place(drafts, member, self._counting, eos, self._tokens)[1]
-            for member, name in enumerate(drafters)
-        }
+        accepted = {}
+        for member, name in enumerate(drafters):
+            drafted, accepted[name] = accepted_by_place(
+                drafts, member, self._counting, eos, self._tokens
+            )
+            self.fewest = np.minimum(self.fewest, drafted.sum(1))
+        return accepted
 
 
 def _pairs(
