@@ -233,12 +233,13 @@ def require_room(target: Target, prompts: Sequence[Sequence[int]], tokens: int) 
 
 
 def _require_whole_drafts(url: str, shorter: float, gamma: int) -> None:
-    """Raise UserError if too large a share of the prompts got fewer draft tokens than is possible."""
+    """Raise UserError if too many of the prompts got fewer draft tokens than is possible."""
     if shorter > MOST_SHORTER:
         raise UserError(
             f"{url} drafts fewer than {gamma} tokens at a time for {shorter:.0%} of the prompts: "
-            f"it chooses the length of its drafts. Expected drafts of {gamma} tokens; start it with "
-            "a fixed length (draftsmith serve: --policy fixed; llama-server: --spec-draft-p-min 0)"
+            f"it chooses the length of its drafts. Expected drafts of {gamma} tokens; start it "
+            "with a fixed length (draftsmith serve: --policy fixed; llama-server: "
+            "--spec-draft-p-min 0)"
         )
 
 
