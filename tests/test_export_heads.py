@@ -104,7 +104,7 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
     other = load_target(str(tmp_path / "other"))
     installed = pytest.MonkeyPatch()
     with installed.context() as patch:
-        patch.setattr(type(ENGINES["vllm"]), "version", lambda self, python: "1")
+        patch.setattr(type(ENGINES["vllm"]), "version", lambda self, python: "0.32")
         with pytest.raises(UserError, match="has another vocabulary"):
             verify_export("vllm", task(other, out))
         with pytest.raises(UserError, match=r"gamma is 4, but .* drafts at most 3 tokens"):

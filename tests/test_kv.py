@@ -39,7 +39,7 @@ def test_one_column_is_what_all_columns_have_there(
     if isinstance(forward, LeanForward):
         layer: Any = forward.output
     else:
-        assert (forward.model is model) is not packed
+        assert forward.model is not model  # it has our attention
         layer = forward.model.get_output_embeddings()
     whole = fed(lm)
     states = {number: x.clone() for number, x in lm.features.items()}

@@ -98,6 +98,7 @@ class RemoteLM(CachedLM):
 
     repeats_rows = False  # each row is a text at the server
     pass_tokens = 1 << 30
+    _scored = 0  # nothing is computed here
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal, overload
 
 import numpy as np
@@ -77,7 +77,7 @@ class CachedLM(CachedRows):
         super().__init__(model, forward or prepare(model), pass_tokens)
         self.features: Mapping[int, Tensor] = {}
         self.fed = 0
-        self._trial, self._scored = trial, scored_heads(model)
+        self._trial = trial
         self._takes_trees = trial  # known after the first tree
         self._nodes = NodePositions()
         if not trial:
@@ -289,6 +289,10 @@ class CachedLM(CachedRows):
         self.features = read.features()
         assert read.logits is not None
         return read.logits
+
+    @cached_property
+    def _scored(self) -> int:
+        return scored_heads(self.model)
 
     def pass_limit(self, slots: int) -> int:
         """See `fed_rows.pass_limit`."""
