@@ -30,9 +30,10 @@ OFTEN = 100
 def one_decode(kind: str, random: np.random.Generator) -> tuple[str, int, int]:
     """Decode once with a drafter of this kind. Returns what was drawn, in words, how many texts
     were written and how many of them differ from plain decoding."""
-    usual = case_of(kind)
     name = str(random.choice(TARGETS))
-    case = CASES[name] if usual is CASES["plain"] else usual
+    if case_of(kind) is CASES["deeper"]:  # it needs a third layer
+        name = "deeper"
+    case = CASES[name]
     drafter = recipe(kind, case)
     gamma, policy = int(random.integers(1, DEEPEST + 1)), str(random.choice(list(POLICIES)))
     try:

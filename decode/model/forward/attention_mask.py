@@ -37,11 +37,11 @@ def equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     wide = max(key.shape[3], value.shape[3])
     if query.device.type != "cpu" or key.shape[3] == value.shape[3]:
         return query, key, value
-    narrow = (query, key, value)
-    query, key, value = (
-        x if x.shape[3] == wide else pad(x, (0, wide - x.shape[3])) for x in narrow
-    )
-    return query, key, value
+
+    def widened(heads: Tensor) -> Tensor:
+        return heads if heads.shape[3] == wide else pad(heads, (0, wide - heads.shape[3]))
+
+    return widened(query), widened(key), widened(value)
 
 
 class AttentionMask:

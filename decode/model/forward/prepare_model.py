@@ -187,8 +187,8 @@ def _chosen_forward(
     alone = on_cpu and not is_wrapped(model)
     if not (packed or encoder or alone or counts_positions(model)):
         return None, reason
-    other = packed_copy(model) if packed else _sharing_copy(model)
-    if packed or alone:
+    other = packed_copy(model, our_attention=True) if packed else _sharing_copy(model)
+    if alone and not packed:
         replace_attention(other)
     read_positions(other)
     return DecoderForward(other) if encoder else TransformersForward(other), reason
