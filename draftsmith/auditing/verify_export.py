@@ -3,7 +3,6 @@
 The engine is started as a stage of a run starts it, and asked what an audit asks.
 """
 
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
 from draftsmith.export.export_directory import check_export, planned_layout, reload_export
+from draftsmith.export.file_schema import read_json
 from draftsmith.export.formats.readers import KNOWN, READERS, release_of, require_read
 from draftsmith.export.trained_drafter import TrainedDrafter
 from train.base.platforms import require_posix
@@ -149,8 +149,7 @@ def engine_for_drafter(name: str, drafter: Path, form: str, python: str | None =
 
 def engine_for_export(name: str, export: Path, layout: str, python: str | None = None) -> Engine:
     """As `engine_for`, of a directory that was exported in this layout."""
-    file = export / "config.json"
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    settings = read_json(export / "config.json") or {}
     return engine_for(name, layout, python, [key for key, value in settings.items() if value])
 
 
