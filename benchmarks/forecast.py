@@ -34,17 +34,23 @@ from benchmarks.common import (
 )
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
+from decode.model.without_weights import load_config
 from draftsmith.forecast.answer import Forecast, Range
 from draftsmith.forecast.entry import forecast
+from heads.layers.target_layers import auxiliary_layers
 from train.run.config_checks import validate_config
 from train.run.entry import train
 
-# By kind: the heads, and the passes over the text.
-HEADS: dict[str, tuple[dict[str, Any], int]] = {
-    "medusa": ({"type": "medusa", "heads": 3}, 6),
-    "eagle1": ({"type": "eagle1", "depth": 3, "regression": 1.0, "noise": 0.1}, 8),
-    "eagle3": ({"type": "eagle3", "depth": 3}, 8),
+# By kind: the settings of its stage, and the passes over the text.
+SMALL_LM = {"kind": "distill", "drafter": {"layers": [0, 1]}, "teacher": "states"}
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {"heads": 3},
+    "eagle1": {"depth": 3},
+    "eagle3": {"depth": 3},
+    "dflash": {"layers": 2, "block": 4},
 }
+EPOCHS = {"small_lm": 8, "medusa": 6, "eagle1": 8, "eagle3": 8, "dflash": 12}
+READ_LAYERS = {"eagle3", "dflash"}  # read outputs of three layers of the target
 LENGTH = 128  # tokens of the texts that steps are timed on
 FIGURES = ("tokens_per_step", "speedup")
 
@@ -54,7 +60,7 @@ def main(
     json_file: JsonOption = None,
     runs: RunsOption = Path("runs"),
     target: TargetOption = TARGET,
-    kind: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(HEADS)}")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(EPOCHS)}")] = None,
     minutes: Annotated[float, typer.Option(help="of each forecast")] = 5.0,
     data: Annotated[Path, typer.Option(help="prompts, JSON lines")] = PROMPTS / "train.jsonl",
     rows: Annotated[int, typer.Option(min=1, help="of a training")] = 240,
@@ -63,15 +69,15 @@ def main(
 ) -> None:
     """Forecast, train, and say how often the interval held."""
     reporter, kinds = start_benchmark(), kind or ["medusa", "eagle1"]
-    if unknown := set(kinds) - HEADS.keys():
-        raise UserError(f"--kind is {', '.join(unknown)}; expected of {', '.join(HEADS)}")
+    if unknown := set(kinds) - EPOCHS.keys():
+        raise UserError(f"--kind is {', '.join(unknown)}; expected of {', '.join(EPOCHS)}")
     lines = _lines(data, rows * trainings)
     found: list[dict[str, Any]] = []
     for number in range(trainings):
         name = f"forecast-{target.replace('/', '-').replace(':', '-')}-{rows}-{number}"
         file = (runs / f"{name}.jsonl").absolute()
         write_file(file, "".join(lines[number * rows : (number + 1) * rows]))
-        stages = _stages(kinds, draft_vocabulary, quick)
+        stages = _stages(kinds, draft_vocabulary, target, quick)
         values = _config(name, runs, target, stages, file, quick)
         config = validate_config(values, base_dir=PROMPTS)
         said = forecast(
@@ -105,18 +111,31 @@ def _lines(data: Path, count: int) -> list[str]:
     return lines
 
 
-def _stages(kinds: Sequence[str], vocabulary: int, quick: bool) -> list[dict[str, Any]]:
-    """The target answers, and each kind of heads learns from the answers."""
+def _stages(
+    kinds: Sequence[str], vocabulary: int, target: str, quick: bool
+) -> list[dict[str, Any]]:
+    """The target answers; its states in the answers are kept, and each kind learns from these."""
+    captured = list[int]()
+    if READ_LAYERS.intersection(kinds):
+        config, _ = load_config(target)
+        captured = list(auxiliary_layers(config.get_text_config().num_hidden_layers))
     answers = {"name": "answers", "kind": "generate", "max_new_tokens": 32 if quick else 80}
-    stages: list[dict[str, Any]] = [answers | {"batch_size": 32}]
+    states = {"name": "states", "kind": "feature_cache", "text": "answers"}
+    stages: list[dict[str, Any]] = [
+        answers | {"batch_size": 32},
+        states | {"captured_layers": [*captured, -1]},
+    ]
     for kind in kinds:
-        heads, epochs = HEADS[kind]
+        how: dict[str, Any] = SMALL_LM
+        if kind in HEADS:
+            heads = {"type": kind, **HEADS[kind]} | ({"taps": captured} if kind == "dflash" else {})
+            how = {"kind": "heads", "features": "states", "heads": heads}
+        epochs = EPOCHS[kind]
         stages.append(
             {
                 "name": kind,
-                "kind": "heads",
                 "text": "answers",
-                "heads": heads,
+                **how,
                 "draft_vocabulary": vocabulary,
                 "loop": {"epochs": epochs // 2 if quick else epochs, "tokens_per_batch": 1024},
                 "optimizer": {"lr": 1e-3},

@@ -158,12 +158,19 @@ TYPES = {
     "Q4_0": _Type(FORMS[0], _scale, (0, ONE)),
     "Q4_1": _Type(FORMS[1], _scale_and_least, (0, ONE + bytes(2))),
     "Q8_0": _Type(FORMS[2], _scale, (0, ONE)),
+    # What llama.cpp makes of rows whose sizes no block of Q4_K or Q5_K divides. A byte holds a code.
+    "Q5_0": _Type(FORMS[2], _scale, (0, ONE)),
+    "Q5_1": _Type(FORMS[4], _scale_and_least, (0, ONE + bytes(2))),
     "Q4_K": _Type(FORMS[3], _scales_of_k, _K),
     "Q5_K": _Type(FORMS[4], _scales_of_k, _K),
     "Q6_K": _Type(FORMS[5], _scales_of_q6, (192, bytes([1] * 16) + ONE)),
 }
 # The names of all forms, by their numbers in few_rows.cpp.
-NAMES = [*map(dtype_name, few_rows.FORMS), *TYPES, "mixed", "bfloat16, 12 bits a weight"]
+NAMES = [
+    *map(dtype_name, few_rows.FORMS),
+    *(" or ".join(name for name, known in TYPES.items() if known.form == x) for x in FORMS[:-1]),
+    *("mixed", "bfloat16, 12 bits a weight"),
+]
 
 
 class QuantisedFile:
