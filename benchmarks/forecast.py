@@ -4,10 +4,11 @@
                                   [--minutes N] [--data FILE] [--rows N] [--trainings N]
                                   [--draft-vocabulary N]
 
-Each training has rows of its own: the first N of the prompts, then the next. A forecast is made
-from small parts of them; then the whole is trained, and the report's own figures are set beside the
-interval. All kinds of a training learn from the same answers. --quick has short answers and few
-prompts to judge on. What is there already is kept.
+Each training has rows of its own: the first N of the prompts, then the next. Rows after those of
+all trainings are the test prompts. A forecast is made from small parts of a training's rows; then
+the whole is trained, and the report's own figures are set beside the interval. All kinds of a
+training learn from the same answers. --quick has short answers and few prompts to judge on. What is
+there already is kept.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ HEADS: dict[str, dict[str, Any]] = {
 }
 EPOCHS = {"small_lm": 8, "medusa": 6, "eagle1": 8, "eagle3": 8, "dflash": 12}
 READ_LAYERS = {"eagle3", "dflash"}  # read outputs of three layers of the target
+TESTED = 84  # test prompts
 LENGTH = 128  # tokens of the texts that steps are timed on
 FIGURES = ("tokens_per_step", "speedup")
 
@@ -71,14 +73,16 @@ def main(
     reporter, kinds = start_benchmark(), kind or ["medusa", "eagle1"]
     if unknown := set(kinds) - EPOCHS.keys():
         raise UserError(f"--kind is {', '.join(unknown)}; expected of {', '.join(EPOCHS)}")
-    lines = _lines(data, rows * trainings)
+    lines = _lines(data, rows * trainings + TESTED)
+    test = (runs / f"forecast-test-{data.stem}.jsonl").absolute()
+    write_file(test, "".join(lines[-TESTED:]))
     found: list[dict[str, Any]] = []
     for number in range(trainings):
-        name = f"forecast-{target.replace('/', '-').replace(':', '-')}-{rows}-{number}"
+        name = f"forecast-{data.stem}-{target.replace('/', '-').replace(':', '-')}-{rows}-{number}"
         file = (runs / f"{name}.jsonl").absolute()
         write_file(file, "".join(lines[number * rows : (number + 1) * rows]))
         stages = _stages(kinds, draft_vocabulary, target, quick)
-        values = _config(name, runs, target, stages, file, quick)
+        values = _config(name, runs, target, stages, [file, test], quick)
         config = validate_config(values, base_dir=PROMPTS)
         said = forecast(
             config, minutes=minutes, loads=[1], lengths=[LENGTH], say=reporter.say, quiet=True
@@ -100,7 +104,7 @@ def main(
 
 def _lines(data: Path, count: int) -> list[str]:
     try:
-        lines = data.read_text("utf-8").splitlines(keepends=True)
+        lines = data.read_text("utf-8").splitlines(keepends=True)[:count]
     except OSError as error:
         raise UserError(f"cannot read {data}: {error.strerror}") from error
     if len(lines) < count:
@@ -149,11 +153,11 @@ def _config(
     runs: Path,
     target: str,
     stages: list[dict[str, Any]],
-    train_file: Path,
+    files: Sequence[Path],
     quick: bool,
 ) -> dict[str, Any]:
     evaluation = {
-        "prompts": 24 if quick else 84,
+        "prompts": 24 if quick else TESTED,
         "gamma": 3,
         "max_new_tokens": 32 if quick else 64,
         "timed_prompts": 4 if quick else 8,
@@ -163,7 +167,7 @@ def _config(
         "baselines": ["ngram"],
         "in_turn": [],
     }
-    data = {"train": str(train_file), "test": "test.jsonl", "dev": "dev.jsonl"}
+    data = {"train": str(files[0]), "test": str(files[1]), "dev": "dev.jsonl"}
     return run_config(name, runs, stages, target=target, data=data, evaluation=evaluation)
 
 

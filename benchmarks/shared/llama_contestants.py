@@ -105,7 +105,7 @@ def _written(models: "Models", kind: str) -> Path:
     program = _program()
     folder = Path(models.closing.enter_context(tempfile.TemporaryDirectory()))
     model = models.assistant if kind == "drafter" else models.target.model
-    _write(folder, model, models.target.name)
+    write_target(folder, model, models.target.name)
     if kind in ("target", "drafter"):
         return folder / FILE
     quantise, found = program.with_name("llama-quantize"), folder / f"{kind}.gguf"
@@ -113,7 +113,8 @@ def _written(models: "Models", kind: str) -> Path:
     return found
 
 
-def _write(folder: Path, model: PreTrainedModel, spec: str) -> None:
+def write_target(folder: Path, model: PreTrainedModel, spec: str) -> None:
+    """Write the GGUF file `FILE` of a model in its dtype, with the tokenizer of `spec`."""
     config: Any = model.config
     if config.model_type not in ARCHITECTURES:
         raise Unable(f"a {config.model_type} model is not written as GGUF here")
