@@ -2,7 +2,8 @@
 
     python -m benchmarks.serve [--quick] [--json FILE] [--plot FILE] [--target T] [--drafter D]
                                [--gamma N] [--policy P] [--dtype D] [--device D]
-                               [--prompts FILE] [--clients N …] [--soak SECONDS]
+                               [--prompts FILE] [--clients N …] [--others NAMES]
+                               [--soak SECONDS]
 
 Each service is a process of its own, and clients send requests over HTTP, each the next one when it
 has its answer. All requests are greedy and go on to the same number of tokens. The contestants take
@@ -14,7 +15,8 @@ its system message. Contestants:
 - the loop of this service in the benchmark's process, one prompt after the other;
 - `transformers serve`, also with `--continuous-batching`, if its packages are installed;
 - transformers' `generate_batch()` and `generate()` in the benchmark's process, without HTTP, on as
-  many prompts at once as there are clients. Nobody can see the first token of `generate()`.
+  many prompts at once as there are clients. Nobody can see the first token of `generate()`;
+- llama-server on the same weights, plain and with its prompt lookup, with a slot for each client.
 
 If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
 are of tokens a second, ours over theirs: above 1 we are faster. Nothing else may compute on the
@@ -29,9 +31,10 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -63,6 +66,7 @@ from benchmarks.serve.contestants import (
     Turn,
     generate,
     generate_batch,
+    llama_command,
     one_after_the_other,
     over_http,
     transformers_command,
@@ -77,10 +81,12 @@ from decode.model.loading import Target, load_target
 from decode.settings import DecodeSettings
 from decode.text import prompt_ids
 from decode.text_stream import decode
+from draftsmith.export.formats.gguf_layout import FILE
 from train.base.console import Reporter
 from train.data.read import Example, read_examples, spread
 
 CLIENTS = [1, 4, 16]
+OURS = ("served", "plain_served", "alone")
 PACKAGES = ("starlette", "uvicorn", "fastapi")
 # {number of clients: {contestant: its turns}}
 Turns = dict[int, dict[str, list[Turn]]]
@@ -100,6 +106,10 @@ def main(
     device: DeviceOption = "auto",
     prompts: PromptsOption = PROMPTS / "dev.jsonl",
     clients: Annotated[list[int] | None, typer.Option(help="clients at once; repeat it")] = None,
+    others: Annotated[
+        str,
+        typer.Option(help="begin the names of other contestants: transformers, generate, llama"),
+    ] = "transformers,generate,llama",
     soak_seconds: Annotated[
         float | None, typer.Option("--soak", help="soak the service for so many seconds instead")
     ] = None,
@@ -143,7 +153,8 @@ def main(
         settings = DecodeSettings(gamma=gamma, policy=policy)
         with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
             contestants, unable, broken = enter_contestants(
-                loaded, drafter, options, settings, Path(directory), stack, max(counts)
+                *(loaded, drafter, options, settings, Path(directory), stack, max(counts)),
+                [n for n in NAMES if n not in OURS and n.startswith(tuple(others.split(",")))],
             )
             turns = hold_turns(contestants, loaded, examples, counts, broken, reporter, quick=quick)
         unable |= broken
@@ -182,9 +193,11 @@ def enter_contestants(
     directory: Path,
     stack: ExitStack,
     clients: int,
+    others: Sequence[str],
 ) -> tuple[dict[str, Contestant], dict[str, str], dict[str, str]]:
     """Start the services, which end with the stack. Returns all contestants, why others cannot take
-    part, and how others broke. clients: the most that ask at once; those without a row wait."""
+    part, and how others broke. clients: the most that ask at once; those without a row wait.
+    others: those that are not ours and take part."""
     waiting = ["--limits", f"max_waiting={max(clients, 64)},max_wait=600"]
 
     ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
@@ -207,27 +220,36 @@ def enter_contestants(
     unable: dict[str, str] = {}
     broken: dict[str, str] = {}
 
-    def theirs(*more: str) -> Contestant:
+    def transformers(*more: str) -> Contestant:
         device = str(target.device)
         command = transformers_command(model, target.tokenizer, directory, device)
         service = stack.enter_context(ServiceProcess([*command, *more]))
         service.warm_up(str(directory))
         return over_http(service, str(directory))
 
-    for name, more in {
-        "transformers_serve": [],
-        "transformers_serve_continuous": [
-            "--continuous-batching",
-            *("--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"),
-        ],
-    }.items():
+    def llama(*more: str) -> Contestant:
+        command = llama_command(target, model, directory / FILE, clients)
+        service = stack.enter_context(ServiceProcess([*command, *more]))
+        return over_http(service, cache_prompt=False, **fields)
+
+    continuous = ("--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024")
+    makers: dict[str, Callable[[], Contestant]] = {
+        "transformers_serve": transformers,
+        "transformers_serve_continuous": partial(
+            transformers, "--continuous-batching", *continuous
+        ),
+        "generate_batch": partial(generate_batch, model),
+        "generate": partial(generate, model),
+        "llama_server": llama,
+        "llama_server_lookup": partial(llama, "--spec-type", "ngram-simple"),
+    }
+    for name in others:
         try:
-            contestants[name] = theirs(*more)
+            contestants[name] = makers[name]()
         except Unable as error:
             unable[name] = str(error)
         except (UserError, RuntimeError) as error:
             broken[name] = str(error)
-    contestants |= {"generate_batch": generate_batch(model), "generate": generate(model)}
     return contestants, unable, broken
 
 
@@ -260,7 +282,7 @@ def hold_turns(
         try:
             return contestants[name](prompts, count, tokens)
         except Exception as error:  # of another package; ours fails the benchmark
-            if name in ("served", "plain_served", "alone"):
+            if name in OURS:
                 raise
             broken[name] = f"{type(error).__name__}: {error}"
             del contestants[name]
@@ -320,13 +342,14 @@ def ratios(turns: Turns) -> dict[str, float]:
         if ("alone", 1) in speeds:
             values[f"serve_{count}_vs_one_after_the_other"] = served / speeds["alone", 1]
         for name in NAMES:
-            if name.startswith(("transformers", "generate")) and (name, count) in speeds:
-                label = name if name.startswith("transformers") else f"transformers_{name}"
-                values[f"serve_vs_{label}_{count}"] = served / speeds[name, count]
-                if ("plain_served", count) in speeds:
-                    values[f"plain_served_vs_{label}_{count}"] = (
-                        speeds["plain_served", count] / speeds[name, count]
-                    )
+            if name in OURS or (name, count) not in speeds:
+                continue
+            label = f"transformers_{name}" if name.startswith("generate") else name
+            values[f"serve_vs_{label}_{count}"] = served / speeds[name, count]
+            if ("plain_served", count) in speeds:
+                values[f"plain_served_vs_{label}_{count}"] = (
+                    speeds["plain_served", count] / speeds[name, count]
+                )
     return values
 
 
@@ -357,7 +380,7 @@ def plot_turns(turns: Turns, file: Path) -> None:
         figures = {
             count: summary(by_name[name]) for count, by_name in turns.items() if name in by_name
         }
-        style = "o-" if name in ("served", "plain_served", "alone") else "s--"
+        style = "o-" if name in OURS else "s--"
         for panel, key in ((speed, "tokens_per_second"), (first, "first_token_seconds")):
             points = [(n, one[key]) for n, one in figures.items() if one[key] is not None]
             if points:
