@@ -47,7 +47,7 @@ SMALL_LM = {"kind": "distill", "drafter": {"layers": [0, 1]}, "teacher": "states
 HEADS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3},
     "eagle1": {"depth": 3},
-    "eagle3": {"depth": 3},
+    "eagle3": {"steps": 3},
     "dflash": {"layers": 2, "block": 4},
 }
 EPOCHS = {"small_lm": 8, "medusa": 6, "eagle1": 8, "eagle3": 8, "dflash": 12}
