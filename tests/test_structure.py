@@ -12,7 +12,7 @@ import pytest
 
 from decode.base.install_command import install_command
 from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, tracked
-from tests.structure import (
+from tools.structure import (
     count_lines,
     repeated_names,
     walk_of_a_decode_step,
