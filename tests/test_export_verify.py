@@ -66,14 +66,13 @@ def test_transformers_counts_what_our_loop_counts(target: Target, exported: Path
     """To the token: same drafts, same verdicts, ends of texts included. A token that the texts are
     full of ends them."""
     which = replace(target, eos_token_ids=(_common_token(target),))
-    found = verify_export("transformers", task(which, exported, prompts=PROMPTS[:12], loads=(1,)))
+    found = verify_export("transformers", task(which, exported, prompts=PROMPTS[:12]))
     assert_same_counts(found)
     assert found.ours.drafted > 100
     assert 0.1 < (found.ours.rate or 0) < 0.9
     said = found.to_dict()
     assert said["our_efficiency"] == said["engine_efficiency"]
-    assert [load["requests"] for load in said["loads"]] == [1]
-    assert min(said["loads"][0].values()) > 0
+    assert said["loads"] == []  # `test_vllm` has speeds
 
 
 def _common_token(target: Target) -> int:

@@ -85,7 +85,8 @@ def test_text_files_and_texts_of_programs_have_an_encoding() -> None:
     """Else it is the system's. The linter sees this only where it knows the type of a path."""
     for file in tracked(*PACKAGES, "benchmarks", "docs", "findings", "tests", "tools"):
         text = (ROOT / file).read_text("utf-8")
-        for node in ast.walk(ast.parse(text)) if re.search("open|_text|run|check", text) else ():
+        calls = re.search(r"open\(|_text\(|\brun\(|Popen\(|check_output\(", text)
+        for node in ast.walk(ast.parse(text)) if calls else ():
             if isinstance(node, ast.Call):
                 assert not _opens_text(node), f"{file}:{node.lineno}"
 
