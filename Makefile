@@ -100,9 +100,10 @@ NEWEST_SHOWN = torch|transformers|tokenizers|huggingface_hub|accelerate|peft|dat
 test-newest: newest
 	$(ONE_THREAD) $(NEWEST)/bin/python $(PYTEST) -m "$(SHORT)"
 
-# Every test file is imported, and one test of each kind of model and of each kind of training runs.
+# Every module is imported, and one test of each kind of model and of each kind of training runs. One
+# process: each more would first import all of it again.
 smoke-newest: newest
-	$(ONE_THREAD) $(NEWEST)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal -m smoke
+	$(ONE_THREAD) $(NEWEST)/bin/python -m pytest tests/test_newest.py
 
 # What a cheaper test in `make test` proves, on more kinds or with more power.
 test-thorough: install engine-speculators

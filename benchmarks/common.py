@@ -122,13 +122,6 @@ def execute_run(config: dict[str, Any], reporter: Reporter) -> tuple[Run, dict[s
     return run, run.execute()
 
 
-def read_summary(run: Run, stage: str) -> dict[str, Any]:
-    """Return the summary of a finished stage."""
-    record = json.loads((run.stage_directory(stage) / "done.json").read_text("utf-8"))
-    summary: dict[str, Any] = record["summary"]
-    return summary
-
-
 def require(package: str, requirement: str, what: str) -> None:
     """Raise UserError with the pip command unless `package` is installed. what: what needs it."""
     if version_of(package) is None:

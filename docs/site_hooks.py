@@ -24,7 +24,7 @@ NOTEBOOK = "first_drafter.ipynb"
 def on_pre_build(**_: Any) -> None:
     """mkdocs calls this before it looks for pages: those of the reference are written. In a process
     of its own, because a trace of the code's steps must begin anew."""
-    subprocess.run([sys.executable, "-m", "tests.reference", "--pages"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tools.reference", "--pages"], cwd=ROOT, check=True)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:

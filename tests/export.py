@@ -209,8 +209,8 @@ def reloaded(out: Path, target: Target) -> HeadsDrafter:
 
 
 def task(target: Target, export: Path, **changes: Any) -> EngineTask:
-    """All PROMPTS, γ = 3, 24 tokens each, unless changed."""
-    asked = EngineTask(target, target.name, export, PROMPTS, gamma=3, max_new_tokens=24)
+    """All PROMPTS, γ = 3, 24 tokens each, and no speeds, unless changed."""
+    asked = EngineTask(target, target.name, export, PROMPTS, gamma=3, max_new_tokens=24, loads=())
     return replace(asked, **changes)
 
 

@@ -56,8 +56,9 @@ from tests.imports import ROOT, tracked
 from tests.service import until
 from tests.tiny import shortened, tiny_target
 
-# `record` reads requests as `serve` does, and `watch` too.
-BRIEFLY = shortened(["serve", "record", "verify-server"], ["serve", "verify-server"])
+# `record` and `watch` read requests as `serve` does.
+KINDS = ["serve", "verify-server"]
+BRIEFLY = shortened(["serve", "record", "verify-server"], KINDS)
 WORKS = 5  # times that another client does its work meanwhile
 SECONDS = "header_seconds", "body_seconds", "unread_seconds"
 BRIEF = replace(LIMITS, **dict.fromkeys(SECONDS, 0.4))
@@ -156,6 +157,7 @@ def ended(line: socket.socket) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+@only(*shortened(SERVERS, KINDS))
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.usefixtures("_no_line")
 def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> None:

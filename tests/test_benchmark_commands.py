@@ -15,9 +15,9 @@ import pytest
 from benchmarks.shared.decode_contestants import NAMES
 from benchmarks.speculators import missing_library
 from tests.export import SHAPE, needs, require_environment
-from tests.reference import ROOT
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
+from tools.reference import ROOT
 from train.engines.child_process import python_of
 
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from decode.rules import RULES
 from draftsmith.export.formats.readers import READERS, up_to
-from tests import reference
 from tests.controls import CONTROLS, enumerated, learning_controls
-from tests.kinds import BEGIN, END
+from tools import reference
+from tools.kinds import BEGIN, END
 
 ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"`([a-z_]+)`")

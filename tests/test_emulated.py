@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from decode.base.processor import cpu_flags
 from decode.model.forward import few_rows
@@ -16,6 +17,9 @@ from tests.imports import ROOT
 # Of the families one of each kind of layer: plain, with a window, with one gate_up.
 CHOSEN = "bfloat16 and not product and not weight and not qwen and not smollm3"
 LAYERS = ("tests/test_few_rows.py", "-k", CHOSEN)
+# Where the processor has the instructions, the gate runs these tests with them.
+HAS_THEM = few_rows.NUMBERS[torch.bfloat16].needs <= cpu_flags()
+pytestmark = [pytest.mark.thorough] * HAS_THEM
 
 
 def test_the_tests_in_bfloat16_pass_with_emulated_instructions(tmp_path: Path) -> None:

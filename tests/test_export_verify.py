@@ -72,8 +72,7 @@ def test_transformers_counts_what_our_loop_counts(target: Target, exported: Path
     assert 0.1 < (found.ours.rate or 0) < 0.9
     said = found.to_dict()
     assert said["our_efficiency"] == said["engine_efficiency"]
-    assert [load["requests"] for load in said["loads"]] == [1]
-    assert min(said["loads"][0].values()) > 0
+    assert said["loads"] == []  # `test_vllm` has speeds
 
 
 def _common_token(target: Target) -> int:
@@ -152,7 +151,7 @@ def test_engines_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--verify", "transformers", "--engine-dtype", "bfloat16"], "--engine-dtype is for"),
         (["--verify", "llama-server", "--engine-python", "python"], "--engine-python is for"),
-        (["--verify", "vllm", "--concurrency", "1,x"], "numbers above 0 such as 1,8,32"),
+        (["--verify", "vllm", "--concurrency", "1,x"], "numbers such as 1,8,32"),
         (["--verify", "vllm", "--engine-options", "[1]"], "expected a JSON object"),
         (["--verify", "http://gpu:8000"], "draftsmith audit http://gpu:8000 --target MODEL"),
         (

@@ -1,6 +1,6 @@
 """The doors that people try first: every help fits a screen, and what is tried ends in a line."""
 
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -23,7 +23,6 @@ from draftsmith.net.limits import ServerLimits
 from draftsmith.serve.batching.requests import RequestBounds
 from tests.tiny import save_tiny
 
-ROOT = Path(__file__).parent.parent
 GROUP = typer.main.get_command(app)
 NAMES: list[str] = sorted(GROUP.commands)  # type: ignore[attr-defined]
 # A window of 80 columns; nearly all fit into 24 lines.
@@ -67,16 +66,15 @@ def test_an_option_that_a_command_lacks_cannot_come_first() -> None:
         with_short_help(command, "port host", {})
 
 
-@pytest.mark.parametrize("door", [["-m", "draftsmith"], ["-m", "draftsmith.cli.main"]])
-def test_the_module_is_the_command(door: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *door, "--version"],
-        cwd=ROOT,
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
-    )
-    assert done.stdout == f"draftsmith {version('draftsmith')}\n"
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+@pytest.mark.parametrize("module", ["draftsmith", "draftsmith.cli.main"])
+def test_the_module_is_the_command(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--version"])
+    with pytest.raises(SystemExit):
+        runpy.run_module(module, run_name="__main__")
+    assert capsys.readouterr().out == f"draftsmith {version('draftsmith')}\n"
 
 
 def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:

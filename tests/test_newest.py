@@ -1,6 +1,7 @@
-"""What `make smoke-newest` runs on the newest libraries: a decode of each family of kinds, and a
-training of each kind of stage."""
+"""What `make smoke-newest` runs on the newest libraries: all imports, a decode of each family of
+kinds, and a training of each kind of stage."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,29 @@ import torch
 
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
+from tests.imports import PACKAGES, module_name, tracked
 from tests.stages import DRAFTER, LOOP, examples, make_stage, run_stage, stage_context
 from tests.test_encoder_decoder import FAMILIES as ENCODERS
 from tests.test_encoder_decoder import test_greedy_texts_are_those_of_generate as reads_a_source
 from tests.test_families import FAMILIES as SINGULAR
 from tests.test_families import test_text_is_the_models_own as is_its_own
+from tests.test_layers import CHILDREN
 from tests.test_recurrent import test_greedy_text_equals_generate as has_a_state
 from tests.tiny import generated, tiny_model, tiny_target
 from train.stages import STAGES
 
 pytestmark = [
-    pytest.mark.smoke,
     pytest.mark.thorough,  # the tests of each kind of model and stage prove more
     pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft's affair
 ]
 PROMPT = [5, 9, 3, 7, 5, 9, 3]
+
+
+def test_every_module_is_imported() -> None:
+    for file in tracked(*PACKAGES):
+        if file not in CHILDREN and not file.endswith("__main__.py"):
+            import_module(module_name(file))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt2"])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
-from tests.reference import FILES, PAGES, ROOT, cli_reference
+from tools.pairings import ELSEWHERE, UNPAIRED, unpaired
+from tools.reference import FILES, PAGES, ROOT, cli_reference
 from train.run.config import RunConfig
 from train.settings.schema import json_schema
 
@@ -14,7 +14,7 @@ from train.settings.schema import json_schema
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_a_generated_file_is_current(file: Path) -> None:
     assert file.read_text(encoding="utf-8") == FILES[file](), (
-        "run `python -m tests.reference --write`"
+        "run `python -m tools.reference --write`"
     )
 
 

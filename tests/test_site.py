@@ -15,9 +15,9 @@ import yaml
 
 import draftsmith
 from benchmarks.first_steps import PAGE, readme_python, walk
-from tests.notebook import NOTEBOOK, run_notebook
-from tests.reference import PAGES
 from tests.tiny import save_tiny
+from tools.notebook import NOTEBOOK, run_notebook
+from tools.reference import PAGES
 from train.report.drafter_table import COLUMNS, DETAILS
 
 ROOT = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.reference import ROOT
+from tools.reference import ROOT
 
 pytest_plugins = ["pytester"]
 

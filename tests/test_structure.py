@@ -12,7 +12,7 @@ import pytest
 
 from decode.base.install_command import install_command
 from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, tracked
-from tests.structure import (
+from tools.structure import (
     count_lines,
     repeated_names,
     walk_of_a_decode_step,
@@ -85,7 +85,8 @@ def test_text_files_and_texts_of_programs_have_an_encoding() -> None:
     """Else it is the system's. The linter sees this only where it knows the type of a path."""
     for file in tracked(*PACKAGES, "benchmarks", "docs", "findings", "tests", "tools"):
         text = (ROOT / file).read_text("utf-8")
-        for node in ast.walk(ast.parse(text)) if re.search("open|_text|run|check", text) else ():
+        calls = re.search(r"open\(|_text\(|\brun\(|Popen\(|check_output\(", text)
+        for node in ast.walk(ast.parse(text)) if calls else ():
             if isinstance(node, ast.Call):
                 assert not _opens_text(node), f"{file}:{node.lineno}"
 

@@ -21,7 +21,7 @@ from statistics import median
 from benchmarks.common import describe_machine
 from draftsmith.cli.command import write_json
 from tests.attacks import ATTACKS, EDGE_ATTACKS, LIMITS, MINE, SERVERS, Server, attacked, head
-from tests.markdown import table
+from tools.markdown import table
 from train.base.console import quieten
 
 ROUNDS, TIMES = 3, 60

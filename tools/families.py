@@ -39,9 +39,9 @@ from decode.model.small_copy import small_model
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from distill.untrained_student import student_from_layers
-from tests.markdown import table
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import own_text, tiny_tokenizer
+from tools.markdown import table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "families.md"
 MEMORY = 6 << 30  # bytes of address space beyond those of the parent

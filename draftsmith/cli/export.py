@@ -65,7 +65,9 @@ def export(
     ] = None,
     concurrency: Annotated[
         str,
-        typer.Option(help="for --verify, tokens a second at these numbers of requests: 1,8,32"),
+        typer.Option(
+            help="for --verify, tokens a second at these numbers of requests: 1,8,32; 0: no speeds"
+        ),
     ] = "1",
     json_file: Annotated[
         Path | None,
@@ -188,7 +190,8 @@ def export(
         trained = drafter if form is not None else None
         verification = verify_export(verify, task, partial(cause_in_engine, trained, task))
         reporter.table(_verification_table(verification))
-        reporter.table(_loads_table(verification))
+        if verification.loads:
+            reporter.table(_loads_table(verification))
         for failure in verification.failures:
             reporter.say(f"FAILED: {failure}")
         write_json(json_file, figures | verification.to_dict())
@@ -285,13 +288,13 @@ def _engine_options(
         raise UserError(f"{used[0]} is for --verify vllm; give both, or leave it out")
     try:
         parsed = json.loads(options or "{}")
-        loads = [int(number) for number in concurrency.split(",")]
-        if not isinstance(parsed, dict) or min(loads) < 1:
+        loads = [int(number) for number in concurrency.split(",")] if concurrency != "0" else []
+        if not isinstance(parsed, dict) or min(loads, default=1) < 1:
             raise ValueError
     except ValueError:
         raise UserError(
             f"{' '.join(filter(None, (options, concurrency)))}; expected a JSON object for "
-            "--engine-options, and numbers above 0 such as 1,8,32 for --concurrency"
+            "--engine-options, and numbers such as 1,8,32 or 0 alone for --concurrency"
         ) from None
     return {"python": python, "options": parsed, "loads": loads}
 

@@ -24,7 +24,7 @@ class EngineTask:
     """A job for an engine. target_spec: the target as `load_target` takes it. prompts: token ids.
     say: called with progress messages. python: that of the engine's environment; None: where
     draftsmith looks. options: the engine's own, over those that are set here. loads: the numbers
-    of requests at a time for which speeds are measured."""
+    of requests at a time for which speeds are measured, without and with drafts."""
 
     target: Target
     target_spec: str
@@ -84,7 +84,10 @@ def started(
 ) -> Iterator[str]:
     """The address of an engine that is started as a stage of a run starts it."""
     config = ServerConfig(
-        launch=name, python=task.python, options=dict(task.options), concurrency=max(task.loads)
+        launch=name,
+        python=task.python,
+        options=dict(task.options),
+        concurrency=max(task.loads, default=1),
     )
     with launched(config, target, task.longest, directory, options=options) as (url,):
         yield url

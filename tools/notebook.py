@@ -1,6 +1,6 @@
 """Runs the notebook of the documentation without Jupyter: its code cells in order, as one script.
 
-python -m tests.notebook --write     runs it as it is and stores what it prints and plots
+python -m tools.notebook --write     runs it as it is and stores what it prints and plots
 """
 
 import base64
@@ -77,5 +77,5 @@ def write_outputs() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit("usage: python -m tests.notebook --write")
+        sys.exit("usage: python -m tools.notebook --write")
     write_outputs()
