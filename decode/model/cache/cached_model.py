@@ -96,7 +96,7 @@ class CachedLM(CachedRows):
 
     @property
     def keeps_bits(self) -> bool:
-        """Whether each token of a chain gets the logits of plain decoding to the bit. Only in 16
+        """Whether each token of a draft gets the logits of plain decoding to the bit. Only in 16
         bits, where the layers run in C++, which add up each token's sums in one order; float32
         promises equal texts, not equal bits."""
         return self.dtype.itemsize == 2 and self.forward_pass.keeps_bits

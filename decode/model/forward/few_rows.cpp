@@ -252,7 +252,31 @@ static void begins(const Layer* layer, const Pass* pass, const Number* x, Number
   }
 }
 
+// The slots that a token sees of those that this pass fills in its text.
+struct Own {
+  int64_t first = 0;  // of them; a sliding window hides some
+  std::vector<int64_t> slots;
+
+  void look_up(const Pass* pass, int64_t row, const bool* mask, int64_t seen) {
+    const int64_t text = pass->where[row].text;
+    while (row && pass->where[row - 1].text == text) row--;
+    int64_t s = pass->where[row].slot - pass->from;
+    if (pass->read) {
+      const int64_t* read = pass->read + text * pass->read_text;
+      s = std::find(read, read + pass->slots, pass->where[row].slot) - read;
+    }
+    slots.clear();
+    for (; s < seen; s++)
+      if (!mask || mask[s]) slots.push_back(s);
+    first = slots.empty() ? seen : slots[0];
+  }
+  // A node of a tree does not see those of other branches.
+  bool scattered(int64_t seen) const { return first + int64_t(slots.size()) < seen; }
+};
+
 // Attention of all tokens in `pass->mixed`. All threads call this.
+// A node of a tree gets the slots of its branch one after the other, as if the branch were a chain, so its sums
+// have the order that they have in plain decoding.
 static void mixes(const Layer* layer, const Pass* pass, const Number* keys, const Number* values) {
   const int64_t size = layer->head, heads = layer->query_heads, group = heads / layer->key_heads;
   const int64_t width = (heads + 2 * layer->key_heads) * size, part_size = size + 2;
@@ -262,45 +286,66 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
   const int64_t most = TOKENS * group;
   std::vector<float> scores(most * (CHUNK + WIDTH)), sums(most * size);
   std::vector<Query> queries;
+  std::vector<int64_t> places(pass->slots);  // of a scattered token: its slots by their order
+  std::vector<uint8_t> shown(pass->slots);
+  Own own;
 #pragma omp for schedule(dynamic, 1)
   for (int64_t item = 0; item < layer->key_heads * pass->blocks * chunks; item++) {
     const int64_t chunk = item % chunks, block = item / chunks % pass->blocks;
     const int64_t key_head = item / chunks / pass->blocks;
     const int64_t first = pass->bounds[block], last = pass->bounds[block + 1];
     const int64_t text = pass->where[first].text;
-    const int64_t begin = std::max<int64_t>(chunk * CHUNK - before, 0);
+    const int64_t begin = std::max<int64_t>(chunk * CHUNK - before, 0), stop = (chunk + 1) * CHUNK - before;
+    const int64_t place = text * pass->cache_text + key_head * pass->cache_head;
+    const int64_t skipped = pass->read ? 0 : pass->from * size;
+    Cache cache = {keys + place + skipped, values + place + skipped, nullptr, size};
+    const int64_t* listed = pass->read ? pass->read + text * pass->read_text : nullptr;
     int64_t end = 0;
-    queries.clear();
     std::fill(sums.begin(), sums.end(), 0.0f);
+    // Attention of the queries of the tokens up to this one.
+    auto finish = [&](int64_t token, const int64_t* read) {
+      cache.read = read;
+      end = std::min(end, stop);
+      if (begin < end) attend(queries, cache, begin, end, layer->scale);
+      const int64_t begun = token - int64_t(queries.size()) / group;
+      for (int64_t j = 0; j < int64_t(queries.size()); j++) {
+        const Query& query = queries[j];
+        const int64_t row = begun + j / group, head = key_head * group + j % group;
+        if (chunks == 1) {
+          Number* y = pass->mixed + (row * heads + head) * size;
+          const float share = 1.0f / query.total;
+          for (int64_t k = 0; k < size; k += WIDTH) store(y + k, ::read(query.sums + k) * share);
+        } else {
+          float* part = pass->parts + ((row * heads + head) * chunks + chunk) * part_size;
+          std::memcpy(part, query.sums, size * sizeof(float));
+          part[size] = query.top, part[size + 1] = query.total;
+        }
+      }
+      queries.clear(), end = 0;
+    };
     for (int64_t row = first; row < last; row++) {
       const bool* mask = pass->mask ? pass->mask + pass->where[row].seen : nullptr;
-      const int64_t slots = seen_slots(mask, pass->slots);
+      int64_t slots = seen_slots(mask, pass->slots);
+      own.look_up(pass, row, mask, slots);
+      const bool apart = own.scattered(slots) && own.first < stop;
+      if (apart) {
+        finish(row, listed);
+        slots = own.first + own.slots.size();
+        for (int64_t s = begin; s < std::min(slots, stop); s++) {
+          const int64_t slot = s < own.first ? s : own.slots[s - own.first];
+          places[s] = listed ? listed[slot] : slot, shown[s] = mask[slot];
+        }
+        mask = (const bool*)shown.data();
+      }
       end = std::max(end, slots);
       for (int64_t k = 0; k < group; k++) {
-        const int64_t head = key_head * group + k, number = queries.size();
+        const int64_t head = key_head * group + k, number = (row - first) * group + k;
         queries.push_back({pass->qkv + row * width + head * size, mask, slots,
                            &scores[number * (CHUNK + WIDTH)], &sums[number * size], HIDDEN, 0.0f});
       }
+      if (apart) finish(row + 1, places.data());
     }
-    end = std::min(end, (chunk + 1) * CHUNK - before);
-    const int64_t place = text * pass->cache_text + key_head * pass->cache_head;
-    const int64_t skipped = pass->read ? 0 : pass->from * size;
-    const int64_t* slots = pass->read ? pass->read + text * pass->read_text : nullptr;
-    const Cache cache = {keys + place + skipped, values + place + skipped, slots, size};
-    if (begin < end) attend(queries, cache, begin, end, layer->scale);
-    for (int64_t j = 0; j < int64_t(queries.size()); j++) {
-      const Query& query = queries[j];
-      const int64_t row = first + j / group, head = key_head * group + j % group;
-      if (chunks == 1) {
-        Number* y = pass->mixed + (row * heads + head) * size;
-        const float share = 1.0f / query.total;
-        for (int64_t k = 0; k < size; k += WIDTH) store(y + k, read(query.sums + k) * share);
-      } else {
-        float* part = pass->parts + ((row * heads + head) * chunks + chunk) * part_size;
-        std::memcpy(part, query.sums, size * sizeof(float));
-        part[size] = query.top, part[size + 1] = query.total;
-      }
-    }
+    finish(last, listed);
   }
   if (chunks == 1) return;
 #pragma omp for
