@@ -158,7 +158,7 @@ TYPES = {
     "Q4_0": _Type(FORMS[0], _scale, (0, ONE)),
     "Q4_1": _Type(FORMS[1], _scale_and_least, (0, ONE + bytes(2))),
     "Q8_0": _Type(FORMS[2], _scale, (0, ONE)),
-    # What llama.cpp makes of rows whose sizes no block of Q4_K or Q5_K divides. A byte holds a code.
+    # Of rows whose sizes no block of Q4_K or Q5_K divides, in llama.cpp. A byte holds a code.
     "Q5_0": _Type(FORMS[2], _scale, (0, ONE)),
     "Q5_1": _Type(FORMS[4], _scale_and_least, (0, ONE + bytes(2))),
     "Q4_K": _Type(FORMS[3], _scales_of_k, _K),
