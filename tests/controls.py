@@ -269,7 +269,7 @@ CONTROLS = [
         "penalties count the row's tokens, not the path's",
         processors_see_the_row,
         _pairs(None, COUNTED),
-        6_000,
+        1_500,
         "speculative",
         COUNTED,
     ),

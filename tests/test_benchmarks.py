@@ -82,6 +82,7 @@ def test_a_cell_of_the_grid_has_the_same_prompts_and_texts_for_all():
     assert {one["fed_over_needed"] for one in figures.values()} == {1.0}
 
 
+@pytest.mark.thorough  # of a benchmark; other tests of the gate measure these drafters
 def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
     """One that fails, or whose stage was killed, costs no other row."""
     target, small = tiny_target(layers=4), str(save_tiny(tmp_path / "small", layers=1))
@@ -320,6 +321,7 @@ def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names
     assert all(value > 0 for value in values.values())
 
 
+@pytest.mark.thorough  # of a benchmark; other tests of the gate measure these drafters
 def test_structured_output_is_measured_here_and_by_an_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -40,7 +40,7 @@ from tests.mutants import PlainSpeculative
 from tests.tiny import verify
 
 # The texts of a case. With them, each error of one draft in `tests/controls.py` is found.
-ROWS = 25_000
+ROWS = 12_000
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
