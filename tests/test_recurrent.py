@@ -211,7 +211,7 @@ def test_greedy_text_equals_generate(family: str, kind: str) -> None:
         if kind.startswith("often wrong") and gamma == GAMMA:
             assert all(run.counts.by_accepted[: GAMMA + 1])
             assert any(len(set(step.accepted.tolist())) > 2 for step in run.steps)
-        if kind in TREES and gamma > 1:
+        if kind in TREES[:2] and gamma > 1:
             assert any((step.drafted > step.longest()).any() for step in run.steps)
 
 
@@ -264,11 +264,14 @@ def test_heads_read_the_hidden_states(kind: str, shape: Static | None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rule", "siblings"),
-    [
-        ("qwen3_5_text", "multi_round", "distinct"),
-        ("lfm2", "traversal", "independent"),
-        ("olmo_hybrid", "multi_round", "independent"),
-    ],
+    shortened(
+        [
+            ("lfm2", "traversal", "independent"),
+            ("qwen3_5_text", "multi_round", "distinct"),
+            ("olmo_hybrid", "multi_round", "independent"),
+        ],
+        [("lfm2", "traversal", "independent")],
+    ),
 )
 def test_texts_of_trees_have_the_targets_law(family: str, rule: str, siblings: Any) -> None:
     """Target and drafter have states. Both branch them."""
@@ -279,12 +282,11 @@ def test_texts_of_trees_have_the_targets_law(family: str, rule: str, siblings: A
 def test_states_that_do_not_branch_change_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what is read as a chain has the states of other texts."""
     case = replace(LONGER, model=few_tokens("lfm2"))
-    require_trees(case.model(0.0))
+    rule, drafter = RULES["multi_round"](), small_lm("distinct", case)
+    for lm in (case.model(0.0), case.model(0.2)):
+        require_trees(lm)
     monkeypatch.setattr(RecurrentStates, "_branch", lambda *tree: None)
-    found, _ = decode_runs(
-        small_lm("distinct", case), RULES["multi_round"](), rows=4_000, case=case
-    )
-    assert not found.passes
+    assert not decode_runs(drafter, rule, rows=4_000, case=case)[0].passes
 
 
 def few_tokens(family: str) -> Callable[[float], Any]:

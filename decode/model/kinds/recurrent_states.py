@@ -235,12 +235,14 @@ class RecurrentStates(FedRows):
         nodes_BPD: np.ndarray,
         places_BN: np.ndarray,
     ) -> None:
-        """Let the layers read the paths of a tree (`leaf_paths`) as rows. before_BM: where the log
-        has the inputs of the nodes that were fed in other passes."""
+        """Let the layers read the paths of a tree (`leaf_paths`) as rows, token by token: their
+        forms for several tokens fill up each row to a chunk. before_BM: where the log has the
+        inputs of the nodes that were fed in other passes."""
         rows, paths, _ = nodes_BPD.shape
         before, nodes, places = (
             to_device(x, self.device) for x in (before_BM, nodes_BPD.reshape(rows, -1), places_BN)
         )
+        later: list[Tensor] = []  # of the layer that runs, the tokens after the first
 
         def apart(number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             layer, x = self.layers[number], inputs[number]
@@ -248,18 +250,22 @@ class RecurrentStates(FedRows):
                 x = torch.cat([torch.cat(self._log[number])[before.to(x.device)], x], 1)
             x = _picked(x, nodes).unflatten(1, (paths, -1)).flatten(0, 1)
             _set_states(layer, [state.repeat_interleave(paths, 0) for state in _states(layer)])
-            if "hidden_states" in kwargs:
-                return args, kwargs | {"hidden_states": x}
-            return (x, *args[1:]), kwargs
+            first, *later[:] = x.split(1, 1)
+            return _reading(first, args, kwargs)
 
-        def together(number: int, _: nn.Module, args: Any, output: Tensor) -> Tensor:
+        def together(
+            number: int, mixer: Any, args: Any, kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor:
+            read = [_reading(x, args, kwargs) for x in later]
+            outputs = [output, *(mixer.forward(*given, **named) for given, named in read)]
             _set_states(self.layers[number], [x[self._fed] for x in self._now[number]])
-            return _picked(output.unflatten(0, (rows, paths)).flatten(1, 2), places)
+            by_place = torch.cat(outputs, 1).unflatten(0, (rows, paths)).flatten(1, 2)
+            return _picked(by_place, places)
 
         for number, mixer in self._mixers.items():
             split, join = partial(apart, number), partial(together, number)
             hooks.enter_context(mixer.register_forward_pre_hook(split, with_kwargs=True))
-            hooks.enter_context(mixer.register_forward_hook(join))
+            hooks.enter_context(mixer.register_forward_hook(join, with_kwargs=True))
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """Keep a path of the tree that was fed last, as `Slots.commit` does."""
@@ -321,6 +327,15 @@ def _store(
     inputs: dict[int, Tensor], number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> None:
     inputs[number] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _reading(
+    x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer, with these inputs."""
+    if "hidden_states" in kwargs:
+        return args, kwargs | {"hidden_states": x}
+    return (x, *args[1:]), kwargs
 
 
 def _picked(x: Tensor, columns_BN: Tensor) -> Tensor:
