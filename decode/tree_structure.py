@@ -49,6 +49,26 @@ def path_of(ancestors: Tensor, nodes: Tensor) -> Tensor:
     return order.sort(1).values.clamp(max=max(count - 1, 0))
 
 
+def leaf_paths(seen: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The paths of token trees down to their leaves, and the place of each node on one of them.
+
+    seen: bool [B, n, m], for trees of m nodes, those that each of the last n may see. counts: int
+    [B], the first of these n that are no padding. Returns int [B, P, D], the nodes of each path by
+    depth, and int [B, n], p·D + d for a node of path p at depth d. Past its end a path has any
+    other nodes, and rows with fewer leaves have any other paths.
+    """
+    n, m = seen.shape[1:]
+    real = np.arange(n) < counts[:, None]
+    leaf = real & ((seen[:, :, m - n :] & real[:, :, None]).sum(1) == 1)
+    levels = seen.sum(2)
+    depth = max(int((levels * real).max()), 1)
+    leaves = np.argsort(~leaf, axis=1, kind="stable")[:, : max(int(leaf.sum(1).max()), 1)]
+    on_path = np.take_along_axis(seen, leaves[:, :, None], 1)
+    nodes = np.argsort(~on_path, axis=2, kind="stable")[:, :, :depth]
+    path = on_path[:, :, m - n :].argmax(1)
+    return nodes, path * depth + np.minimum(levels, depth) - 1
+
+
 def children_of(parents: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """int64 [B, N+1, K], K ≥ 1: row r lists the children of node r−1 in order (row 0: of the root)
     among the first sizes[b] nodes, filled up with −1. parents: int64 [B, N]."""

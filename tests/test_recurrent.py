@@ -1,6 +1,7 @@
 """Targets and drafters whose layers keep a running state: whatever is taken back, the text and the
 hidden states are those of transformers' forward."""
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,9 +28,12 @@ from decode.model.cache.requirements import require_trees
 from decode.model.kinds import recurrent_states
 from decode.model.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.model.memory import slot_bytes
+from decode.rules import RULES
+from decode.shapes.dynamic import Dynamic
 from decode.shapes.static import Static
-from tests.contract import heads_drafter
-from tests.lossless import LONGER
+from decode.tree_structure import ancestors_of
+from tests.contract import check_law, heads_drafter
+from tests.lossless import LONGER, decode_runs, small_lm
 from tests.tiny import finish, generated, is_matrix, moved, shortened, tiny_model
 
 LAYERS: dict[str, Any] = {
@@ -66,6 +70,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "bamba": {"layers": 3, "attn_layer_indices": [1], **MAMBA},
     "granitemoehybrid": LAYERS | MAMBA | {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "kimi_linear": LAYERS
+    | {
+        "kv_heads": 4,
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 NEW, GAMMA = 16, 4
 PROMPTS = [
@@ -115,8 +133,31 @@ class OftenWrong(Drafter):
         return Draft(torch.as_tensor(tokens % 40), limits.depths.copy())
 
 
-def small_lm(family: str) -> SmallLMDrafter:
-    return SmallLMDrafter(model(family, seed=4))
+class OftenWrongTrees(OftenWrong):
+    """The same as trees that differ between rows: each token has an elder sibling, which is right
+    where the token is one too many."""
+
+    branches = True
+
+    def max_nodes(self, gamma: int) -> int:
+        return 2 * gamma
+
+    def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:
+        chain = super().draft(contexts, limits).tokens
+        tokens = torch.stack([(chain - 1) % 40, chain], 2).flatten(1)
+        parents = torch.arange(tokens.shape[1]) // 2 * 2 - 1
+        sizes = np.maximum(2 * limits.depths - contexts.lengths % 3, 0)
+        return Draft(tokens, sizes, parents=parents.expand(len(sizes), -1))
+
+
+def another(family: str, **options: Any) -> SmallLMDrafter:
+    return SmallLMDrafter(model(family, seed=4), **options)
+
+
+def tree(family: str) -> SmallLMDrafter:
+    """Drawn by a model of the same kind, which branches its own states."""
+    near = moved(copy.deepcopy(model(family)), 0.03)
+    return SmallLMDrafter(near, shape=Dynamic(width=3, nodes=8))
 
 
 KINDS: dict[str, Callable[[str], Drafter]] = {
@@ -124,8 +165,13 @@ KINDS: dict[str, Callable[[str], Drafter]] = {
     "often wrong": OftenWrong,
     "ngram": lambda family: NgramDrafter(1, 2),
     "the same": lambda family: SmallLMDrafter(model(family)),
-    "another": small_lm,
+    "another": another,
+    "often wrong trees": OftenWrongTrees,
+    "tree": tree,
+    "suffix tree": lambda family: SuffixDrafter(tree_nodes=4),
+    "lookahead": lambda family: LookaheadDrafter(3, 3, 2),
 }
+TREES = ("often wrong trees", "tree", "suffix tree", "lookahead")
 
 
 @pytest.mark.parametrize(
@@ -139,8 +185,20 @@ KINDS: dict[str, Callable[[str], Drafter]] = {
             ("lfm2", "another"),
             ("olmo_hybrid", "often wrong"),
             ("granitemoehybrid", "another"),
+            *(
+                (family, kind)
+                for family in FAMILIES
+                for kind in TREES[:2]
+                if family != "qwen3_next"
+            ),
         ],
-        [("qwen3_next", "often wrong"), ("bamba", "often wrong"), ("lfm2", "another")],
+        [
+            ("qwen3_next", "often wrong"),
+            ("bamba", "often wrong"),
+            ("lfm2", "another"),
+            *((family, "often wrong trees") for family in ("qwen3_next", "bamba", "kimi_linear")),
+            *((family, "tree") for family in ("qwen3_5_text", "lfm2", "olmo_hybrid")),
+        ],
     ),
 )
 def test_greedy_text_equals_generate(family: str, kind: str) -> None:
@@ -150,9 +208,11 @@ def test_greedy_text_equals_generate(family: str, kind: str) -> None:
         decoder = Decoder(model(family), KINDS[kind](family), gamma=gamma, prefill_tokens=parts)
         run = decoder.decode(PROMPTS, NEW, **options)
         assert run.outputs == expected(family)
-        if kind == "often wrong" and gamma == GAMMA:
+        if kind.startswith("often wrong") and gamma == GAMMA:
             assert all(run.counts.by_accepted[: GAMMA + 1])
             assert any(len(set(step.accepted.tolist())) > 2 for step in run.steps)
+        if kind in TREES[:2] and gamma > 1:
+            assert any((step.drafted > step.longest()).any() for step in run.steps)
 
 
 def test_a_drafter_reads_nothing_again_in_a_ragged_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,8 +231,9 @@ def test_a_drafter_reads_nothing_again_in_a_ragged_batch(monkeypatch: pytest.Mon
     assert not again
 
 
-def test_rows_that_join_sit_out_and_leave() -> None:
-    decoding = Decoding(Decoder(model("qwen3_next"), OftenWrong("qwen3_next"), gamma=3))
+@pytest.mark.parametrize("drafter", [OftenWrong, OftenWrongTrees])
+def test_rows_that_join_sit_out_and_leave(drafter: type[OftenWrong]) -> None:
+    decoding = Decoding(Decoder(model("qwen3_next"), drafter("qwen3_next"), gamma=3))
     decoding.admit(PROMPTS[:1], NEW)
     for row, prompt in enumerate(PROMPTS[1:], 1):
         (first, *_) = decoding.begin([prompt, prompt] if row == 4 else [prompt], NEW)
@@ -189,14 +250,43 @@ def test_rows_that_join_sit_out_and_leave() -> None:
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle1"])
-def test_heads_read_the_hidden_states(kind: str) -> None:
+@pytest.mark.parametrize("shape", [None, Static(widths=[2, 2, 1])])
+def test_heads_read_the_hidden_states(kind: str, shape: Static | None) -> None:
     case = replace(LONGER, model=few_tokens("qwen3_5_text"))
     prompts = [list(prompt) for prompt in case.prompts]
     texts = [
         Decoder(case.model(0.0), drafter, gamma=3).decode(prompts, NEW).outputs
-        for drafter in (heads_drafter(kind, None, case), DRAFTERS["none"]())
+        for drafter in (heads_drafter(kind, shape, case), DRAFTERS["none"]())
     ]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "rule", "siblings"),
+    shortened(
+        [
+            ("lfm2", "traversal", "independent"),
+            ("qwen3_5_text", "multi_round", "distinct"),
+            ("olmo_hybrid", "multi_round", "independent"),
+        ],
+        [("lfm2", "traversal", "independent")],
+    ),
+)
+def test_texts_of_trees_have_the_targets_law(family: str, rule: str, siblings: Any) -> None:
+    """Target and drafter have states. Both branch them."""
+    case = replace(LONGER, model=few_tokens(family))
+    check_law(small_lm(siblings, case), rule, case)
+
+
+def test_states_that_do_not_branch_change_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: what is read as a chain has the states of other texts."""
+    case = replace(LONGER, model=few_tokens("lfm2"))
+    rule, drafter = RULES["multi_round"](), small_lm("distinct", case)
+    for lm in (case.model(0.0), case.model(0.2)):
+        require_trees(lm)
+    monkeypatch.setattr(RecurrentStates, "_branch", lambda *tree: None)
+    assert not decode_runs(drafter, rule, rows=4_000, case=case)[0].passes
 
 
 def few_tokens(family: str) -> Callable[[float], Any]:
@@ -262,6 +352,43 @@ def test_any_slot_can_be_the_next() -> None:
     assert again > 5
 
 
+@torch.no_grad()
+def test_each_node_of_a_tree_follows_its_path() -> None:
+    """Random trees of different sizes, read at once or in two passes, of which a random path stays:
+    the logits of each node are those of one forward over the text down to it."""
+    rng = np.random.default_rng(0)
+    lm = CachedLM(model("qwen3_5_text"))
+    lm.reset(3, 160)
+    texts = [list(prompt) for prompt in PROMPTS[:3]]
+    widest = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (widest - len(text)) for text in texts])
+    lm.read(ids, np.zeros(3, dtype=np.int64), np.array([len(text) for text in texts]))
+    for turn in range(12):
+        start = np.array([len(text) for text in texts])
+        nodes, counts = 7, rng.integers(1, 8, 3)
+        parents = np.stack([[-1, *(rng.integers(0, i) for i in range(1, nodes))] for _ in texts])
+        seen = torch.as_tensor(ancestors_of(parents))
+        ids = torch.as_tensor(rng.integers(3, 40, (3, nodes)))
+        logits = []
+        for first, end in ((0, nodes),) if turn % 2 else ((0, 3), (3, nodes)):
+            part = {"depth_BN": seen.sum(2)[:, first:end] - 1}
+            part["ancestors_BNM"] = seen[:, first:end, :end]
+            fed = None if first or end < nodes else counts
+            logits.append(lm.forward(ids[:, first:end], start + first, counts=fed, **part))
+        columns = np.zeros((3, nodes), dtype=np.int64)
+        kept = np.zeros(3, dtype=np.int64)
+        for row, text in enumerate(texts):
+            for node in range(counts[row]):
+                path = np.flatnonzero(seen[row, node])
+                one = lm.model(torch.tensor([text + ids[row, path].tolist()])).logits[0, -1]
+                found = torch.cat(logits, 1)[row, node]
+                torch.testing.assert_close(found, one, atol=1e-4, rtol=1e-3)
+            path = np.flatnonzero(seen[row, rng.integers(counts[row])])
+            columns[row, : len(path)], kept[row] = path, len(path)
+            text += ids[row, path].tolist()
+        lm.commit(start, columns, kept)
+
+
 def test_a_long_chain_of_passes_keeps_a_short_log() -> None:
     lm = CachedLM(model("lfm2"))
     lm.reset(1, 300)
@@ -285,35 +412,35 @@ def without_copy(states: RecurrentStates, rows: np.ndarray, at: np.ndarray) -> N
 REPLAY = RecurrentStates._replay
 
 
+def first_path(states: RecurrentStates, start: np.ndarray, *path: np.ndarray) -> None:
+    states._logged[states._fed] = start - states._base[states._fed] + path[1]
+
+
 @pytest.mark.parametrize(
-    ("step", "broken"),
+    ("drafter", "step", "broken"),
     [
-        ("_replay", one_token_less),
-        ("_replay", lambda states, rows, tokens: None),
-        ("_take_snapshots", without_copy),
+        (OftenWrong, "_replay", one_token_less),
+        (OftenWrong, "_replay", lambda states, rows, tokens: None),
+        (OftenWrong, "_take_snapshots", without_copy),
+        (OftenWrongTrees, "_branch", lambda *tree: None),
+        (OftenWrongTrees, "commit", first_path),
     ],
 )
 def test_errors_in_the_states_change_the_text(
-    monkeypatch: pytest.MonkeyPatch, step: str, broken: Callable[..., None]
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: type[OftenWrong],
+    step: str,
+    broken: Callable[..., None],
 ) -> None:
     """The controls: the texts of this file show these errors."""
-    decoder = Decoder(model("qwen3_next"), OftenWrong("qwen3_next"), gamma=GAMMA)
+    require_trees(model("qwen3_next"))
+    decoder = Decoder(model("qwen3_next"), drafter("qwen3_next"), gamma=GAMMA)
     monkeypatch.setattr(RecurrentStates, step, broken)
     assert decoder.decode(PROMPTS, NEW).outputs != expected("qwen3_next")
 
 
-def test_what_would_need_trees_or_other_passes_is_refused() -> None:
+def test_what_would_need_other_passes_is_refused() -> None:
     lm = model("qwen3_next")
-    trees: list[Drafter] = [
-        SuffixDrafter(tree_nodes=4),
-        LookaheadDrafter(3, 3, 2),
-        SmallLMDrafter(tiny_model("llama", vocab=40), shape=Static(widths=[2, 1])),
-    ]
-    for drafter in trees:
-        with pytest.raises(UserError, match=r"Qwen3NextForCausalLM .* chains and no token"):
-            Decoder(lm, drafter)
-    with pytest.raises(UserError, match="chains and no token trees"):
-        require_trees(lm)
     with pytest.raises(UserError, match="runs no layers of the target"):
         Decoder(lm, SkipDrafter(attention=1))
     with pytest.raises(UserError, match="SmallLMDrafter"):

@@ -15,7 +15,6 @@ from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES, Policy
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.requirements import require_trees
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.shapes import SHAPES, Shape
 
@@ -78,12 +77,10 @@ class Parts:
 
     def require_target(self, lm: CachedLM, vocab_size: int) -> None:
         """Attaches the drafter to the target. Raises UserError if the drafts do not fit into the
-        target's context, or if the drafter does not fit the target, has another vocabulary, drafts
-        trees for a target with running states, or cannot draft for a target with an encoder."""
+        target's context, or if the drafter does not fit the target, has another vocabulary, or
+        cannot draft for a target with an encoder."""
         if lm.sources is not None:
             require_no_encoder(self.drafter, type(self.drafter).__name__)
-        if lm.states is not None and self.drafter.branches:
-            require_trees(lm.model)
         self.drafter.attach(lm)
         if self.policy.max_depth >= lm.max_positions:
             raise UserError(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.forward.sublayers import Sublayers
-from decode.model.kinds.layer_kinds import recurrent_layers, require_slots
+from decode.model.kinds.layer_kinds import require_slots
 from decode.model.pretrained import text_of
 from decode.model.small_copy import small_model
 from decode.tree_structure import ancestors_of
@@ -132,17 +132,11 @@ def require_chains(lm: Tried) -> None:
 
 def require_tree_masks(lm: Tried) -> None:
     """Check that a model verifies token trees. Raises UserError."""
-    name = type(lm.model).__name__
-    if recurrent_layers(lm.model):
-        raise UserError(
-            f"{name} keeps a running state in its layers with linear attention, so it verifies "
-            "chains and no token trees; draft chains (shape chain), with a drafter that can"
-        )
     reason = reason_against(lm, trees)
     if reason is not None:
         raise UserError(
-            f"{name} does not honour 4-D attention masks and position_ids, which token trees "
-            f"need: it {reason}. Draft chains (shape chain) or use another model"
+            f"{type(lm.model).__name__} does not honour 4-D attention masks and position_ids, "
+            f"which token trees need: it {reason}. Draft chains (shape chain) or use another model"
         )
 
 

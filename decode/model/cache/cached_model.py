@@ -45,7 +45,8 @@ class CachedLM(CachedRows):
 
     Layers with linear attention or a short convolution keep a state of each row (`states`; None
     for a model without such layers). `forward` may still go back to any `start`: it replays the
-    tokens since the last snapshot, or reads the row again if it goes back further than that.
+    tokens since the last snapshot, or reads the row again if it goes back further than that. These
+    layers read a tree path by path; `commit` says which path stays.
 
     A model with an encoder (t5, bart, marian; tested with trees) decodes the texts of its decoder,
     each from its row's source (`sources`; None for a model without an encoder).
@@ -187,7 +188,7 @@ class CachedLM(CachedRows):
             all n.
         counts: int [B], the first of the n tokens that each row feeds; one row feeds some. What
             follows is padding, which is not fed but where the forward `pads`. What is returned of
-            padding means nothing. With running states, no row goes back further than its last
+            padding means nothing. With running states, no chain goes back further than its last
             token. None: all n, as far as is known.
         depth_BN, ancestors_BNM: for a token tree with m ≥ n nodes. Its last n nodes are fed, and
             its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
@@ -204,9 +205,10 @@ class CachedLM(CachedRows):
             root = start - (ancestors_BNM.shape[2] - n)
         with ExitStack() as contexts:
             if self.states is not None:
-                self._rewind(self.states, start)
+                if ancestors_BNM is None or ancestors_BNM.shape[2] == n:  # else a tree goes on
+                    self._rewind(self.states, start)
                 ends = None if counts is None else start + counts
-                contexts.enter_context(self.states.feeding(ids_BN, start, ends))
+                contexts.enter_context(self.states.feeding(ids_BN, start, ends, ancestors_BNM))
             # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
             window = None if self.forward_pass.reads_positions else self.window
             own = None if self.pads else counts
@@ -263,7 +265,8 @@ class CachedLM(CachedRows):
         ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
-            counts = None  # the rule says how far each row goes back
+            if draft.is_chain:
+                counts = None  # the rule says how far each row goes back
         if draft.is_chain:
             return self.forward(ids, start, counts=counts, listed=True)
         # The root comes before all nodes, and every node may see it.
@@ -321,6 +324,8 @@ class CachedLM(CachedRows):
         """See `Slots.commit`."""
         assert self._slots is not None
         self._slots.commit(start, columns_BM, counts)
+        if self.states is not None:
+            self.states.commit(start, columns_BM, counts)
 
 
 class LayerView(CachedLM):

@@ -11,8 +11,7 @@ def require_trees(model: PreTrainedModel) -> None:
     """Check that a model can verify token trees, by a trial (`decode.model.trials`) of its kind.
 
     Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
-    keeps running states (siblings would share one) or ignores 4-D attention masks or positions,
-    and as `CachedLM`.
+    ignores 4-D attention masks or positions, and as `CachedLM`.
     """
     require_tree_masks(CachedLM(model))
 

@@ -9,10 +9,14 @@ as in the pass.
 
 Rows are replayed in groups that read the same number of tokens. So padding never enters a state.
 
-Shapes: B rows, n tokens fed per row, H hidden size, T tokens in the log.
+A token tree is read by these layers alone as its paths down to the leaves, each a row with the
+states of its text. The states stay those before the tree, and the path that is committed is in the
+log as if it had been a chain.
+
+Shapes: B rows, n tokens fed per row, H hidden size, T tokens in the log, P paths of depth D.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -29,6 +33,7 @@ from decode.model.cache.fed_rows import FedRows
 from decode.model.cache_names import cache_argument, with_cache
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import decoder_config, input_device
+from decode.tree_structure import leaf_paths
 
 # Where a cache layer of transformers has its states, by their numbers.
 STATES = ("conv_states", "recurrent_states")
@@ -135,6 +140,8 @@ class RecurrentStates(FedRows):
         for tokens in np.unique(count[back]).tolist():
             self._replay(rows[back & (count == tokens)], tokens)
         self._at[rows[back]], self._logged[rows[back]] = start[back], 0
+        # The nodes of a tree that was not committed.
+        self._logged[rows] = np.minimum(self._logged[rows], np.maximum(count, 0))
         # A row that went back has another text from here on.
         gapless = self._base[rows] + self._logged[rows] == start
         due = back | settle | ~gapless | (self._logged[rows] > LONGEST_LOG)
@@ -179,13 +186,22 @@ class RecurrentStates(FedRows):
         self._look_up(self._fed.start, self._fed.stop)
 
     @contextmanager
-    def feeding(self, ids_BN: Tensor, start: np.ndarray, ends: np.ndarray | None) -> Iterator[None]:
+    def feeding(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        ends: np.ndarray | None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> Iterator[None]:
         """The pass that feeds these tokens to the slots from `start` on, int [B], runs inside this
-        context. ends: see `CachedLM.forward`."""
+        context. ends: see `CachedLM.forward`, as is ancestors_BNM: a tree, of which other nodes may
+        have been fed before."""
         rows, n = np.arange(self._fed.start, self._fed.stop), ids_BN.shape[1]
-        logs = ends is None or bool((ends != start + n).any())
+        tree = ancestors_BNM is not None
+        root = start - (ancestors_BNM.shape[2] - n) if ancestors_BNM is not None else start
+        logs = tree or ends is None or bool((ends != start + n).any())
         inputs: dict[int, Tensor] = {}
-        known = self._at[rows] == start
+        known = self._at[rows] == root
         self._at[rows] = UNKNOWN  # also if the pass fails
         # Hooks that stay would affect other users of the model.
         with ExitStack() as hooks:
@@ -193,16 +209,73 @@ class RecurrentStates(FedRows):
                 if logs:
                     store = partial(_store, inputs, number)
                     hooks.enter_context(mixer.register_forward_pre_hook(store, with_kwargs=True))
+            if ancestors_BNM is not None:
+                counts = np.full(len(rows), n) if ends is None else ends - start
+                nodes, places = leaf_paths(ancestors_BNM.cpu().numpy(), counts)
+                first = np.where(known, root - self._base[rows], 0)[:, None]
+                earlier = first + np.arange(ancestors_BNM.shape[2] - n)
+                before = self._places[rows[:, None], earlier] * known[:, None]
+                self._branch(hooks, inputs, before, nodes, places)
             yield
         if not self._now:
             self._allocate()
         columns = to_device(start, self.device)[:, None] + torch.arange(n, device=self.device)
         self._tokens[to_device(rows, self.device)[:, None], columns] = ids_BN
-        self._at[rows[known]] = start[known] + n
+        self._at[rows[known]] = root[known] if tree else start[known] + n
         if logs:
             self._append(inputs, rows, known, n)
-        if ends is not None:
+        if ends is not None and not tree:
             self.rewind(ends, settle=True)
+
+    def _branch(
+        self,
+        hooks: ExitStack,
+        inputs: Mapping[int, Tensor],
+        before_BM: np.ndarray,
+        nodes_BPD: np.ndarray,
+        places_BN: np.ndarray,
+    ) -> None:
+        """Let the layers read the paths of a tree (`leaf_paths`) as rows, token by token: their
+        forms for several tokens fill up each row to a chunk. before_BM: where the log has the
+        inputs of the nodes that were fed in other passes."""
+        rows, paths, _ = nodes_BPD.shape
+        before, nodes, places = (
+            to_device(x, self.device) for x in (before_BM, nodes_BPD.reshape(rows, -1), places_BN)
+        )
+        later: list[Tensor] = []  # of the layer that runs, the tokens after the first
+
+        def apart(number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            layer, x = self.layers[number], inputs[number]
+            if before.shape[1]:
+                x = torch.cat([torch.cat(self._log[number])[before.to(x.device)], x], 1)
+            x = _picked(x, nodes).unflatten(1, (paths, -1)).flatten(0, 1)
+            _set_states(layer, [state.repeat_interleave(paths, 0) for state in _states(layer)])
+            first, *later[:] = x.split(1, 1)
+            return _reading(first, args, kwargs)
+
+        def together(
+            number: int, mixer: Any, args: Any, kwargs: dict[str, Any], output: Tensor
+        ) -> Tensor:
+            read = [_reading(x, args, kwargs) for x in later]
+            outputs = [output, *(mixer.forward(*given, **named) for given, named in read)]
+            _set_states(self.layers[number], [x[self._fed] for x in self._now[number]])
+            by_place = torch.cat(outputs, 1).unflatten(0, (rows, paths)).flatten(1, 2)
+            return _picked(by_place, places)
+
+        for number, mixer in self._mixers.items():
+            split, join = partial(apart, number), partial(together, number)
+            hooks.enter_context(mixer.register_forward_pre_hook(split, with_kwargs=True))
+            hooks.enter_context(mixer.register_forward_hook(join, with_kwargs=True))
+
+    def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
+        """Keep a path of the tree that was fed last, as `Slots.commit` does."""
+        kept = np.flatnonzero(self._at[self._fed] == start)
+        rows, start, columns = self._fed.start + kept[:, None], start[kept, None], columns_BM[kept]
+        order, first = np.arange(columns.shape[1]), start - self._base[rows]
+        self._places[rows, first + order] = self._places[rows, first + columns]
+        self._logged[rows] = first + counts[kept, None]
+        at, to, source = (to_device(x, self.device) for x in (rows, start + order, start + columns))
+        self._tokens[at, to] = self._tokens[at, source]
 
     def _append(
         self, inputs: dict[int, Tensor], rows: np.ndarray, known: np.ndarray, n: int
@@ -254,6 +327,21 @@ def _store(
     inputs: dict[int, Tensor], number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> None:
     inputs[number] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _reading(
+    x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer, with these inputs."""
+    if "hidden_states" in kwargs:
+        return args, kwargs | {"hidden_states": x}
+    return (x, *args[1:]), kwargs
+
+
+def _picked(x: Tensor, columns_BN: Tensor) -> Tensor:
+    """[B, N, …]: these columns of each row of [B, n, …]."""
+    rows_B1 = torch.arange(len(x), device=x.device)[:, None]
+    return x[rows_B1, columns_BN.to(x.device)]
 
 
 def _states(layer: Any) -> list[Tensor]:
