@@ -100,9 +100,9 @@ def test_servers_with_an_error_are_found(name: str, texts: int, finds: str) -> N
 def test_a_server_is_judged_beside_its_baseline(server: Running) -> None:
     """Both have other weights than the target, which alone could not judge them."""
     other = tiny_target(seed=1)
-    options = AuditOptions(samples=4, max_new_tokens=16)
+    options = AuditOptions(samples=4, max_new_tokens=24)
     found = draftsmith.audit(
-        server.url, other, PROMPTS[:6], options, baseline=server.url, concurrency=ROWS
+        server.url, other, PROMPTS[:12], options, baseline=server.url, concurrency=ROWS
     )
     assert found.exit_status == 0, found
     assert sum(x.name.startswith("beside the baseline") for x in found.findings) == 8
