@@ -5,6 +5,8 @@
 #   `use_seedable_sampler` (False if not given) and `set_epoch` the rest is right.
 # Guess: the rows that the epoch had not yet had, each once: the state has that of the random numbers.
 # Seen:
+#   use_seedable_sampler=False: the resumed epoch had 32 of 40 rows
+#   use_seedable_sampler=True: the resumed epoch had 40 of 40 rows
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

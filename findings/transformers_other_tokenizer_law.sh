@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Versions: transformers 5.24.0, torch 2.13.0
 # Behaviour: `generate` that samples with an assistant of another tokenizer draws from another law than the model's. The
-#   assistant's logits stand in the order of a hash map, and are read as if in the order of its ids: q is another token's.
+#   assistant's logits stand in the order of a hash map, another one in each run, and are read as if in that of its ids.
 # Guess: the model's law, as with an assistant of the same tokenizer: the paper that it follows is one on lossless drafts.
 # Seen:
 #   no assistant: first tokens 0.02 from the model's law
