@@ -106,7 +106,10 @@ def written(kind: str, folder: Path) -> Path:
         return whole
     file = folder / f"{kind}.gguf"
     made = subprocess.run(
-        [program("llama-quantize"), whole, file, kind], capture_output=True, text=True, check=False
+        [program("llama-quantize"), whole, file, kind],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
     )
     if made.returncode:
         raise UserError(f"llama-quantize makes no {kind}: {made.stderr.strip()[-300:]}")
@@ -156,7 +159,7 @@ def theirs(file: Path, given: argparse.Namespace) -> float:
         "-o",
         "json",
     ]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, *options], capture_output=True, encoding="utf-8", check=True)
     return float(json.loads(done.stdout)[0]["avg_ts"])
 
 
