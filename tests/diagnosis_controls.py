@@ -75,10 +75,14 @@ def taught(kind: str, seed: int = 0) -> Drafter:
 
 
 def taught_on(
-    learnt: Sequence[Sequence[int]], kind: str, seed: int = 0, one: Target | None = None
+    learnt: Sequence[Sequence[int]],
+    kind: str,
+    seed: int = 0,
+    one: Target | None = None,
+    steps: int = STEPS,
 ) -> Drafter:
-    """A drafter of this kind that learnt texts of the target, token ids, by heart. one: the target,
-    if it is another one."""
+    """A drafter of this kind that learnt texts of the target, token ids, by heart; in fewer steps
+    less well. one: the target, if it is another one."""
     one = one or target()
     torch.manual_seed(seed)
     if kind == "small_lm":
@@ -89,7 +93,8 @@ def taught_on(
         return SmallLMDrafter(model)
     ids, mask = as_batch(learnt)
     reduced = ids.unique() if kind in REDUCED else None
-    return taught_heads(ids, mask, new_heads(HeadOptions.of(KINDS[kind]), one, reduced), one)
+    heads = new_heads(HeadOptions.of(KINDS[kind]), one, reduced)
+    return taught_heads(ids, mask, heads, one, steps=steps)
 
 
 def as_batch(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

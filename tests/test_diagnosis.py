@@ -205,6 +205,18 @@ def busy() -> Callable[[], str]:
     return lambda: page("vllm", next(drafted), *[0] * GAMMA)
 
 
+def busy_meanwhile() -> Callable[[], str]:
+    """Each answer counts what this answer alone cannot; between answers the counters stand still,
+    and each is read until two readings are equal."""
+    read = itertools.count()
+
+    def text() -> str:
+        answers = next(read) // 2
+        return page("vllm", 4 * GAMMA * answers, *[4 * answers] * GAMMA)
+
+    return text
+
+
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
@@ -212,6 +224,7 @@ def busy() -> Callable[[], str]:
         ("vllm:num_requests_running 0\n", {}, "the server has no drafter, or hides them"),
         (IDLE, {}, "drafted nothing for 20 prompts: it ignores its drafter, or has none"),
         (busy(), {}, "do not stand still: it answers other requests meanwhile"),
+        (busy_meanwhile(), {}, "it is busy with other requests"),
         (IDLE, {"status": 429}, "did not answer in 2 attempts (status 429"),
         (IDLE, {"target": other_target()}, "has another target (or a fine-tune of it)"),
         (IDLE, {"change": rewritten}, "read another prompt than was sent"),

@@ -90,7 +90,9 @@ def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
         return count_drafts(own, Counting(**how))
 
     drafted, accepted = counted()
-    assert counted(past_end=True)[0] > drafted
+    whole, until_end = (counted(past_end=True, end_is_last=x) for x in (False, True))
+    assert until_end[0] == whole[0] > drafted
+    assert until_end[1] < accepted < whole[1]
     assert counted(stops_at_eos=True)[0] <= drafted
     assert counted(stops_at_eos=True)[1] == accepted
     # As if no text ended but by its end-of-text token: the last drafts are longer.
@@ -98,6 +100,15 @@ def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
     assert counted(past_length=True, past_end=True)[0] % 3 == 0
     # One more pass for each text, which drafts γ tokens more.
     assert counted(first_drafted=True)[0] > drafted
+
+
+def test_llama_server_accepts_an_end_only_as_the_last_of_a_draft() -> None:
+    counting, end = ENGINES["llama-server"].counting, 9
+    # Of the draft 1, end, 2: what the pass yields, and how many it counts.
+    for block, accepted in ([3], 0), ([1, end], 1), ([1, end, 2, 4], 1), ([1, end, 3], 1):
+        draft = [1, 2, 2] if block == [1, end] else [1, end, 2]
+        assert counting.of_draft(draft, block, (end,)) == (3, accepted)
+    assert counting.of_draft([1, end], [1, end, 3], (end,)) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def _of_server(
     found = diagnose(config.urls[0], target, opened, asked, config, gamma=gamma, say=say)
     for place, (there, here) in enumerate(zip(found.there, found.here, strict=True), 1):
         say(f"place {place}: {there:.3f} accepted a prompt there, {here:.3f} here")
-    for requests, counts in {1: found.alone, **found.together}.items():
-        say(f"requests at a time {requests}: {counts.rate or 0.0:.1%} of draft tokens accepted")
+    several = [f"{x.rate or 0.0:.1%} with {n} at a time" for n, x in found.together.items()]
+    say(", ".join([f"{found.alone.rate or 0.0:.1%} of draft tokens accepted", *several]))
     say(found.headline)
     if found.explanation.unseen:
         say(f"not visible with these prompts: {', '.join(found.explanation.unseen)}")

@@ -102,22 +102,17 @@ def accepted_by_place(
     accepted = np.zeros_like(drafted)
     for row in range(count):
         text = drafts.texts[row]
-        is_end = np.isin(text, list(eos))
-        place, ended = int(not counting.first_drafted), bool(is_end[0])
+        place = int(not counting.first_drafted)
+        ended = bool(np.isin(text[:place], list(eos)).any())
         while place < tokens and not ended:
             depth = gamma if counting.past_length else min(gamma, tokens - place - 1)
             draft = drafts.tokens[member, row, place, :depth]
             draft = draft[draft != NOTHING]
-            if counting.stops_at_eos:
-                first = np.flatnonzero(np.isin(draft, list(eos)))
-                draft = draft[: first[0] + 1] if len(first) else draft
             right = int((draft == text[place : place + len(draft)]).cumprod().sum())
-            block = np.flatnonzero(is_end[place : place + right + 1])
-            ended = bool(len(block))
-            kept = len(draft)
-            if ended and not counting.past_end:
-                kept = min(kept, int(block[0]) + 1)
+            block = text[place : place + right + 1]
+            kept, counted = counting.of_draft(draft.tolist(), block.tolist(), eos)
             drafted[row, :kept] += 1
-            accepted[row, : min(right, kept)] += 1
+            accepted[row, :counted] += 1
+            ended = bool(np.isin(block, list(eos)).any())
             place += right + 1
     return drafted, accepted

@@ -75,6 +75,8 @@ class Counting:
     first_drafted: the first token after the prompt is drafted too; else the prefill yields it.
     stops_at_eos: a draft ends with its first end-of-text token; else it always has γ tokens.
     past_end: tokens drafted and accepted after the end of a text count.
+    end_is_last: nothing is accepted after the end-of-text token, nor the token itself unless it is
+    the draft's last.
     past_length: a draft has γ tokens even if fewer may follow; else it is cut to that number.
     chooses: draft tokens are the drafter's likeliest ones also where the text is drawn; else they
     are drawn too.
@@ -83,8 +85,24 @@ class Counting:
     first_drafted: bool = False
     stops_at_eos: bool = False
     past_end: bool = False
+    end_is_last: bool = False
     past_length: bool = False
     chooses: bool = False
+
+    def of_draft(
+        self, draft: Sequence[int], block: Sequence[int], eos: Sequence[int]
+    ) -> tuple[int, int]:
+        """How many tokens of a draft count as drafted, and as accepted. block: those that were
+        accepted, and the target's own token after them."""
+        drafted, accepted = len(draft), len(block) - 1
+        end = next((place for place, token in enumerate(block) if token in eos), None)
+        if end is not None and self.end_is_last and end < len(draft) - 1:
+            accepted = min(accepted, end)
+        if self.stops_at_eos:
+            drafted = next((x + 1 for x, token in enumerate(draft) if token in eos), drafted)
+        if end is not None and not self.past_end:
+            drafted = min(drafted, end + 1)
+        return drafted, min(accepted, drafted)
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,6 @@ def count_drafts(
     """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`.
     sampling: None is greedy."""
     target = loop.target
-    eos = set(target.eos_token_ids)
     drafted = accepted = 0
     # Enough room for a draft of γ tokens wherever in a text it begins.
     room = loop.max_new_tokens + (loop.gamma if counting.past_length else 0)
@@ -119,16 +136,10 @@ def count_drafts(
             lengths[row] = length + right + 1
             if length >= loop.max_new_tokens:
                 continue
-            first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
-            if counting.stops_at_eos:
-                tokens = tokens[: first_eos + 1]
-            if not counting.past_end:
-                block = verification.block[place, : right + 1].tolist()
-                end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
-                tokens = tokens[:end]
-                right = min(right, len(tokens))
-            drafted += len(tokens)
-            accepted += right
+            block = verification.block[place, : right + 1].tolist()
+            counted = counting.of_draft(tokens, block, target.eos_token_ids)
+            drafted += counted[0]
+            accepted += counted[1]
 
     decoder = Decoder(
         target.model,

@@ -1,7 +1,8 @@
 """A text has one more entry before its first, with the last state of the text before.
 
 The text before is the prompt before with its answer. Rows that are read together have no answers
-yet, so the target writes these apart.
+yet, so the target writes these apart. If that text ends with a draft's last token, the engine has
+the state of this token, which is not made here: it depends on the drafts of that text.
 """
 
 from collections.abc import Sequence

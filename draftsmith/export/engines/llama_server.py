@@ -27,7 +27,7 @@ class LlamaServerEngine(Engine):
     """
 
     install = "make engine-llama"
-    counting = Counting(past_end=True, chooses=True)
+    counting = Counting(past_end=True, end_is_last=True, chooses=True)
     protocol = "llama-server"
     # With drafts it says 0 of each token, as if it were certain.
     log_probabilities = False
