@@ -313,10 +313,11 @@ def test_kinds_that_the_config_lacks_are_forecast_beside_its_own(
 @dataclass
 class SimulatedEngine:
     """A server in which each step accepts as many draft tokens. accepted: of three; None: it has no
-    drafter. name: of its counters."""
+    drafter. name: of its counters. metrics: whether llama-server has its page."""
 
     accepted: int | None
     name: str = "vllm"
+    metrics: bool = False
     counts: list[int] = field(default_factory=lambda: [0, 0])
 
     def app(self) -> Starlette:
@@ -342,8 +343,9 @@ class SimulatedEngine:
         return JSONResponse(reply)
 
     def _metrics(self, _: Request) -> Response:
-        if self.accepted is None or self.name == "llamacpp":
-            return PlainTextResponse("", 501 if self.name == "llamacpp" else 200)
+        hidden = self.name == "llamacpp" and not self.metrics
+        if hidden or (self.accepted is None and self.name != "llamacpp"):
+            return PlainTextResponse("", 501 if hidden else 200)
         kinds = zip(("draft", "accepted"), self.counts, strict=True)
         lines = (f"{self.name}:spec_decode_num_{kind}_tokens_total {x}" for kind, x in kinds)
         return PlainTextResponse("\n".join(lines) + "\n")
@@ -375,10 +377,13 @@ def test_speeds_of_engines_become_what_drafts_are_worth_there(
         assert (at["plain"], at["speeds"][0]["tokens_per_step"]) == (None, 1.0)
         assert "draftsmith has no simulated acceptance" in said
         assert "no server without a drafter" in said
-        # llama-server says the drafts of an answer beside it, and may hide its page.
-        both = f"{up(1, name='llamacpp')},{up(None, name='llamacpp')}"
-        (at,) = forecast(*run, "--minutes", "0", "--engine", both)[0]["lines"][0]["engines"]
-        assert (at["speeds"][0]["tokens_per_step"], at["plain"] is None) == (2.0, False)
+        # llama-server says the drafts of an answer beside it, and may hide its page. The page has
+        # counters without a drafter too.
+        for page in (False, True):
+            llama: dict[str, Any] = {"name": "llamacpp", "metrics": page}
+            both = f"{up(1, **llama)},{up(None, **llama)}"
+            (at,) = forecast(*run, "--minutes", "0", "--engine", both)[0]["lines"][0]["engines"]
+            assert (at["speeds"][0]["tokens_per_step"], at["plain"] is None) == (2.0, False)
 
         def refused(*arguments: str) -> str:
             done = CliRunner().invoke(app, ["forecast", *run, *arguments])

@@ -142,8 +142,9 @@ def measure(url: str, text: Sequence[int], load: int, length: int) -> Measured:
         engine, counts = after.engine, after.counts - before.counts
     else:
         engine, counts = LLAMA, sum((x.counts or DraftCounts() for x in replies), DraftCounts())
-        if not counts.drafted:
-            return Measured("", 0.0, Speed(1.0, speed, noise))
+    # llama-server has the counters without a drafter too.
+    if engine == LLAMA and not counts.drafted:
+        return Measured("", 0.0, Speed(1.0, speed, noise))
     # A request's first token comes from its prompt. Each step adds a token to those accepted.
     written = sum(x.tokens - 1 for x in replies)
     steps = written - counts.accepted
