@@ -208,7 +208,7 @@ def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_mode
     def broken(*_: Any) -> None:
         raise IsADirectoryError("a folder")
 
-    monkeypatch.setattr("benchmarks.shared.llama_contestants._program", broken)
+    monkeypatch.setattr("benchmarks.shared.llama_contestants.program", broken)
     names = ["plain", "generate", "llama", "openvino"]
     for setting, found in (
         (Setting(1, 8), {"llama": "IsADirectoryError: a folder"}),

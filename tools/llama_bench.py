@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared.llama_contestants import write_target
+from benchmarks.shared.llama_contestants import program, quantised, write_target
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
@@ -34,7 +34,6 @@ from decode.opening.directory import open_drafter
 from draftsmith.cli.command import given_or_shipped, tokenized_prompts
 from draftsmith.export.formats.gguf_layout import FILE
 from train.base.provenance import describe_process
-from train.engines.programs import llama_server_program
 
 TARGET = "embedded:smollm2-135m"
 IN_BFLOAT16 = "BF16"
@@ -59,13 +58,6 @@ def main() -> None:
     if given.json is not None:
         figures = {"settings": vars(given) | {"json": None}, "process": describe_process()}
         write_file(given.json, json.dumps({"files": found, **figures}, default=str, indent=2))
-
-
-def program(name: str) -> Path:
-    server = llama_server_program()
-    if server is None or not server.with_name(name).exists():
-        raise UserError(f"{name} is not installed (make engine-llama)")
-    return server.with_name(name)
 
 
 def compared(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -102,18 +94,7 @@ def written(kind: str, folder: Path) -> Path:
     if not whole.exists():
         model = load_target(TARGET, dtype="bfloat16", device="cpu").model
         write_target(folder, model, TARGET)
-    if kind == IN_BFLOAT16:
-        return whole
-    file = folder / f"{kind}.gguf"
-    made = subprocess.run(
-        [program("llama-quantize"), whole, file, kind],
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    if made.returncode:
-        raise UserError(f"llama-quantize makes no {kind}: {made.stderr.strip()[-300:]}")
-    return file
+    return whole if kind == IN_BFLOAT16 else quantised(whole, kind)
 
 
 def opened(file: Path, name: str) -> Target:

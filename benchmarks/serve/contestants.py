@@ -14,12 +14,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.common import Unable
 from benchmarks.serve.client import ask_all
 from benchmarks.serve.process import MODEL, ServiceProcess
-from benchmarks.shared.llama_contestants import write_target
+from benchmarks.shared.llama_contestants import program, write_target
 from decode.base.device import dtype_name
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
-from train.engines.programs import llama_server_program
 
 NAMES = {
     "served": "draftsmith serve, with the drafter",
@@ -177,10 +176,8 @@ def transformers_command(model: Any, tokenizer: Any, directory: Path, device: st
 def llama_command(target: Target, model: Any, file: Path, clients: int) -> list[str]:
     """The command of llama-server for this model, which is stored in the file. Raises Unable if it
     is not installed, or if the model cannot be stored so."""
-    program = llama_server_program()
-    if program is None:
-        raise Unable("llama-server is not installed (make engine-llama)")
+    server = program()
     if not file.exists():
         write_target(file.parent, model, target.name)
-    command = [str(program), "-m", str(file), "--host", "127.0.0.1", "-np", str(clients)]
+    command = [str(server), "-m", str(file), "--host", "127.0.0.1", "-np", str(clients)]
     return [*command, "-c", str(CONTEXT * clients), "-t", str(torch.get_num_threads())]

@@ -77,15 +77,27 @@ def llama_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Callabl
     }
 
 
-def _program() -> Path:
-    found = llama_server_program()
-    if found is None:
-        raise Unable("llama-server is not installed (make engine-llama)")
-    return found
+def program(name: str = "llama-server") -> Path:
+    """One of llama.cpp's programs. Raises Unable if it is not installed."""
+    server = llama_server_program()
+    if server is None or not server.with_name(name).exists():
+        raise Unable(f"{name} is not installed (make engine-llama)")
+    return server.with_name(name)
+
+
+def quantised(file: Path, kind: str) -> Path:
+    """A file beside this one, with the same weights in a type of llama-quantize. Raises UserError
+    if it makes none."""
+    made = file.with_name(f"{kind}.gguf")
+    command: list[str | Path] = [program("llama-quantize"), file, made, kind]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:
+        raise UserError(f"llama-quantize makes no {kind}: {done.stderr.strip()[-300:]}")
+    return made
 
 
 def _server(models: "Models", options: Sequence[str]) -> Server:
-    command = [str(_program()), *options, "--host", "127.0.0.1", "--port", "{port}"]
+    command = [str(program()), *options, "--host", "127.0.0.1", "--port", "{port}"]
     command += ["-np", "1", "-c", str(CONTEXT), "-t", str(torch.get_num_threads())]
     return models.closing.enter_context(serving("llama-server", command, "/health"))
 
@@ -102,15 +114,13 @@ def _answer(server: Server, prompt: Sequence[int], tokens: int) -> Answer:
 
 def _written(models: "Models", kind: str) -> Path:
     """A GGUF file of the target, of the drafter, or of the target in a quantised type."""
-    program = _program()
+    program()  # before a file is written
     folder = Path(models.closing.enter_context(tempfile.TemporaryDirectory()))
     model = models.assistant if kind == "drafter" else models.target.model
     write_target(folder, model, models.target.name)
     if kind in ("target", "drafter"):
         return folder / FILE
-    quantise, found = program.with_name("llama-quantize"), folder / f"{kind}.gguf"
-    subprocess.run([quantise, folder / FILE, found, kind], check=True, capture_output=True)
-    return found
+    return quantised(folder / FILE, kind)
 
 
 def write_target(folder: Path, model: PreTrainedModel, spec: str) -> None:

@@ -257,17 +257,15 @@ struct Own {
   int64_t first = 0;  // of them; a sliding window hides some
   std::vector<int64_t> slots;
 
-  void look_up(const Pass* pass, int64_t row, const bool* mask, int64_t seen) {
+  // listed: the slots that the text reads, or null for those from `pass->from` on.
+  void look_up(const Pass* pass, int64_t row, const int64_t* listed, const bool* mask, int64_t seen) {
     const int64_t text = pass->where[row].text;
     while (row && pass->where[row - 1].text == text) row--;
-    int64_t s = pass->where[row].slot - pass->from;
-    if (pass->read) {
-      const int64_t* read = pass->read + text * pass->read_text;
-      s = std::find(read, read + pass->slots, pass->where[row].slot) - read;
-    }
+    const int64_t slot = pass->where[row].slot;
+    int64_t s = listed ? std::find(listed, listed + pass->slots, slot) - listed : slot - pass->from;
     slots.clear();
     for (; s < seen; s++)
-      if (!mask || mask[s]) slots.push_back(s);
+      if (mask[s]) slots.push_back(s);
     first = slots.empty() ? seen : slots[0];
   }
   // A node of a tree does not see those of other branches.
@@ -326,8 +324,8 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
     for (int64_t row = first; row < last; row++) {
       const bool* mask = pass->mask ? pass->mask + pass->where[row].seen : nullptr;
       int64_t slots = seen_slots(mask, pass->slots);
-      own.look_up(pass, row, mask, slots);
-      const bool apart = own.scattered(slots) && own.first < stop;
+      if (mask) own.look_up(pass, row, listed, mask, slots);
+      const bool apart = mask && own.scattered(slots) && own.first < stop;
       if (apart) {
         finish(row, listed);
         slots = own.first + own.slots.size();

@@ -38,6 +38,11 @@ class EngineTask:
     loads: Sequence[int] = (1,)
 
     @property
+    def concurrency(self) -> int:
+        """The most requests at a time."""
+        return max(self.loads, default=1)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest text with its drafts. The last pass over a text may hold γ draft
         tokens, and vLLM drafts zeros if the next draft has no room for γ + 1 more."""
@@ -87,7 +92,7 @@ def started(
         launch=name,
         python=task.python,
         options=dict(task.options),
-        concurrency=max(task.loads, default=1),
+        concurrency=task.concurrency,
     )
     with launched(config, target, task.longest, directory, options=options) as (url,):
         yield url

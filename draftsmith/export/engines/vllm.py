@@ -30,7 +30,7 @@ class VLLM(Engine):
         assert build is not None, "engine_for found it"
         export, layout = str(task.export.resolve()), layout_of(task.export)
         options: dict[str, Any] = {
-            "max_num_seqs": max(task.loads, default=1),
+            "max_num_seqs": task.concurrency,
             "enforce_eager": build.for_cpu,
             "enable_prefix_caching": False,
         }
