@@ -278,6 +278,11 @@ class Draft:
             return torch.arange(nodes, device=self.tokens.device).expand(rows, -1)
         return self.parents + 1
 
+    def before(self, values: Tensor) -> Tensor:
+        """[B, N]: of values at all positions, [B, N+1], those at the positions of p in which the
+        nodes' tokens are judged."""
+        return values[:, :-1] if self.parents is None else values.gather(1, self.parent_rows())
+
     def rows_of_q(self) -> Tensor:
         """int64 [B, N]: the row of q that node i was drawn from."""
         return self.parent_rows() if self.q_rows is None else self.q_rows

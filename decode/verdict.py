@@ -153,15 +153,12 @@ class Decision:
         )
 
     def packed(self, draft: Draft, scores: Scores) -> Tensor:
-        """int64 [B, 4 + D + N]: accepted, reached, the next token, whether logits along the path
-        are not finite (1; 2: those after the text), the path, and the draft's tokens. All that the
-        host reads in a step."""
-        peaks = scores.peaks_at(_positions(self.path))
-        places = torch.arange(peaks.shape[1], device=peaks.device)
-        lost = ~peaks.isfinite()
-        broken = (lost & (places <= self.accepted[:, None])).any(1).long() + lost[:, 0]
-        figures = torch.stack([self.accepted, self.reached, self.next_token, broken], 1)
-        return torch.cat([figures, self.path, draft.tokens], 1)
+        """int64 [B, 4 + 2 D + N]: accepted, reached, the next token, whether the logits after the
+        text and after each node of the path are finite, the path, and the draft's tokens. All that
+        the host reads in a step."""
+        finite = scores.peaks_at(_positions(self.path)).isfinite()
+        figures = torch.stack([self.accepted, self.reached, self.next_token], 1)
+        return torch.cat([figures, finite, self.path, draft.tokens], 1)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -194,11 +191,10 @@ class Verdict:
     @classmethod
     def read(cls, draft: Draft, scores: Scores, decision: Decision) -> "Verdict":
         """The decision of a rule, copied to the host in one transfer."""
-        host = decision.packed(draft, scores).cpu().numpy()
-        accepted, reached, following, broken = host[:, :4].T
-        end = 4 + decision.path.shape[1]
-        nodes, tokens = host[:, 4:end], host[:, end:]
-        rows, depth = nodes.shape
+        host, depth = decision.packed(draft, scores).cpu().numpy(), decision.path.shape[1]
+        accepted, reached, following = host[:, :3].T
+        finite, nodes, tokens = np.split(host[:, 3:], [depth + 1, 2 * depth + 1], axis=1)
+        rows = len(host)
         row = np.arange(rows)
         block = np.zeros((rows, depth + 1), dtype=np.int64)
         block[:, :depth] = tokens[row[:, None], nodes]
@@ -212,8 +208,8 @@ class Verdict:
             accepted=accepted,
             reached=reached,
             block=block,
-            broken=broken > 0,
-            lost=broken > 1,
+            broken=((finite == 0) & (np.arange(depth + 1) <= accepted[:, None])).any(1),
+            lost=finite[:, 0] == 0,
         )
 
     @classmethod
@@ -275,4 +271,5 @@ def failure(what: str, where: str, error: Exception) -> UserError:
 
 
 def _positions(path: Tensor) -> Tensor:
-    return torch.nn.functional.pad(path + 1, (1, 0))
+    # Not `torch.nn.functional.pad`, whose checks take longer.
+    return torch.constant_pad_nd(path + 1, (1, 0))

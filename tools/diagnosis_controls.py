@@ -58,7 +58,7 @@ SEEDS, DRAWS, HONEST_DRAWS, DRAWN = 4, 20, 100, 200
 ROWS, MORE_ROWS = 8, 25
 # Of the embedded target: it writes a text for one shipped prompt of so many; the training.
 SPREAD, STEPS, RATE = 5, 120, 1e-3
-FEWER = {"medusa": 20}  # steps: four bits change nothing in its heads if they learn longer
+FEWER = {"medusa": 20, "eagle3": 40}
 LAYERS = 2  # of its small LM
 TAPS = [1, 14, 26]  # of its DFlash
 

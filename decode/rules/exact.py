@@ -20,10 +20,13 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     passes: bool [B, N]. A node is accepted if it and all its ancestors pass. If several paths have
     the same length, the one drafted first is taken.
     """
-    passes = passes & draft.valid()
     rows, nodes = draft.tokens.shape
-    if draft.is_chain or not nodes:
-        accepted = passes.long().cumprod(1).sum(1)
+    if not nodes:  # as in plain decoding, whose steps have time for few operations
+        none = draft.tokens.new_zeros(rows)
+        return draft.tokens, none, none, none
+    passes = passes & draft.valid()
+    if draft.is_chain:
+        accepted = passes.cumprod(1).sum(1)
         path = torch.arange(nodes, device=passes.device).expand(rows, -1)
         return path, accepted, torch.minimum(accepted + 1, draft.valid().sum(1)), accepted
     ancestors = draft.ancestors()
@@ -49,7 +52,7 @@ class ExactMatch(Rule):
         walks = reads_are_free(draft.tokens.device) and not draft.is_chain
         walks &= not scores.sampling.greedy
         emitted = (self._on_paths if walks else self._everywhere)(draft, scores, rng)
-        matches = draft.tokens == emitted.gather(1, draft.parent_rows())
+        matches = draft.tokens == draft.before(emitted)
         path, accepted, reached, last_row = longest_path(draft, matches)
         return Decision(
             path=path,

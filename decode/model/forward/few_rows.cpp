@@ -218,6 +218,13 @@ void product(const Number* x, const char* blocks, const Number* bias, const Numb
   product_share(x, weights, bias, other, y, rows, in, out, mode);
 }
 
+// `normed`, with rows shared out among threads.
+void norm(const Number* x, const Number* weight, float offset, float eps, Number* y, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows > 16)
+  for (int64_t row = 0; row < rows; row++)
+    normed(x + row * size, weight, offset, eps, y + row * size, 1, size);
+}
+
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.
 // x: the states, or the input of attention. All threads call this.
 static void begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {

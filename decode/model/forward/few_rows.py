@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 TWELVE = 10  # the form in 12 bits; those between are in `quantised_rows`
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
-FUNCTIONS = "product", "layer_begins", "layer_ends", "layers"
+FUNCTIONS = "product", "norm", "layer_begins", "layer_ends", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
 ATTENTION = SOURCE.with_name("few_rows_attention.h")
@@ -139,6 +139,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
+    found.norm.argtypes = [pointer] * 2 + [ctypes.c_float] * 2 + [pointer] + [size] * 2
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size]
@@ -236,11 +237,15 @@ def _cache() -> Path | None:
 
 def fits(weights: Sequence[Tensor]) -> bool:
     """Whether `multiply` can be the product with these weights, [out, in] each."""
-    first = weights[0]
-    numbers = NUMBERS.get(first.dtype)
-    if numbers is None or first.device.type != "cpu" or library(first.dtype) is None:
+    if not runs(weights[0]):
         return False
-    return all(len(x) % numbers.outputs == 0 and x.shape[1] % 2 == 0 for x in weights)
+    outputs = NUMBERS[weights[0].dtype].outputs
+    return all(len(x) % outputs == 0 and x.shape[1] % 2 == 0 for x in weights)
+
+
+def runs(weight: Tensor) -> bool:
+    """Whether there are functions for a weight of this dtype, where it is."""
+    return weight.device.type == "cpu" and library(weight.dtype) is not None
 
 
 def packed_blocks(weight: Tensor) -> Blocks:
@@ -314,4 +319,15 @@ def multiply(
         MODES[mode],
         packed.form,
     )
+    return result
+
+
+def normed(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
+    """RMS norm of x [..., H] times `weight` + `offset`, in the dtype of both."""
+    found = library(x.dtype)
+    assert found is not None
+    x, size = x.contiguous(), x.shape[-1]
+    result = torch.empty_like(x)
+    rows = x.numel() // size
+    found.norm(x.data_ptr(), weight.data_ptr(), offset, eps, result.data_ptr(), rows, size)
     return result
