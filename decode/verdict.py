@@ -193,7 +193,8 @@ class Verdict:
         """The decision of a rule, copied to the host in one transfer."""
         host, depth = decision.packed(draft, scores).cpu().numpy(), decision.path.shape[1]
         accepted, reached, following = host[:, :3].T
-        finite, nodes, tokens = np.split(host[:, 3:], [depth + 1, 2 * depth + 1], axis=1)
+        end = 4 + 2 * depth
+        finite, nodes, tokens = host[:, 3 : 4 + depth], host[:, 4 + depth : end], host[:, end:]
         rows = len(host)
         row = np.arange(rows)
         block = np.zeros((rows, depth + 1), dtype=np.int64)
