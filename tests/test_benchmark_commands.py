@@ -18,7 +18,6 @@ from tests.export import SHAPE, needs, require_environment
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
 from tools.reference import ROOT
-from train.engines.child_process import python_of
 
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 TINY = ["--target", "TINY", "--dtype", "float32"]
@@ -37,7 +36,6 @@ SMALL = {
     "heads": ["--quick", "--arms", "eagle1", "--minutes", "0.05", "--prompts", "4", "--timed", "1"],
     "speculators": ["--quick", "--length", "16"],
     "mtp": ["--quick"],
-    "device": ["--quick"],
     "forecast": [
         *("--quick", "--target", "TINY", "--kind", "medusa"),
         *("--rows", "100", "--draft-vocabulary", "100"),
@@ -142,11 +140,3 @@ def test_an_engine_takes_part_in_the_smallest_form(
     assert theirs <= set(greedy)
     # Weights in fewer bits make another model.
     assert all(greedy[one]["equal_within_rounding"] == 1 for one in theirs if "_q" not in one)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-def test_vllm_takes_part_in_the_smallest_form(figures_of: Callable[..., Figures]) -> None:
-    needs("vllm")
-    rows = figures_of("structured", "--engine-python", str(python_of("vllm")))["vllm"]
-    assert rows[-1]["kind"] == "all"
