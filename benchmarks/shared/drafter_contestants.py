@@ -38,7 +38,6 @@ PLAIN = "none"
 # What is measured elsewhere, and why.
 ELSEWHERE = {
     "layer_skip, medusa2, blockwise with a backbone": "train another target: draftsmith evaluate",
-    "boosted drafters": "are second drafters of a tree: docs/results/distillation.md",
     "drafters for a target with an encoder": "have their own target: docs/results/targets.md",
 }
 

@@ -19,7 +19,6 @@ from distill.teacher.top_k_cache import CachedTeacher
 from train.data.batches import Inputs, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
-from train.loop.boosting import TokenWeights
 from train.loop.live_window import LiveWindow
 from train.loop.open_caches import Cache
 from train.loop.trainer import TrainingClock
@@ -85,21 +84,18 @@ def dev_teacher(model: PreTrainedModel, sources: Sources | None) -> LiveTeacher:
 
 def step_of(
     teacher: TeacherSource | None,
-    weights: TokenWeights | None,
     sources: Sources | None,
     clock: TrainingClock,
 ) -> Step:
-    """What the trainer runs in each step: the teacher's signal, then the loss. weights: of the
-    tokens in the loss. sources: what the encoders read; None: there are none."""
+    """What the trainer runs in each step: the teacher's signal, then the loss. sources: what the
+    encoders read; None: there are none."""
 
     def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
         signal, device = None, batch["input_ids"].device
         if teacher is not None:
             with clock("teacher"):
                 signal = teacher.signal(**batch, ids=ids)
-        of_tokens = None if weights is None else weights.of(ids, device)
-        read = padded(sources, ids, device)
-        return module(**batch, teacher=signal, weights=of_tokens, **read)
+        return module(**batch, teacher=signal, **padded(sources, ids, device))
 
     return step
 
