@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.model.hidden_states import Recorder
+from decode.model.pretrained import is_sharded
 from distill.teacher.decoder_states import decoder_states, padded_sources
 
 
@@ -33,10 +34,9 @@ class FeatureSource(Protocol):
 class LiveFeatures:
     """Runs the frozen target over each batch, once, without gradients and without logits.
 
-    captured_layers: the layers whose hidden states are captured. remember: keep the hidden states
-    of each sample in CPU memory, H numbers per token and layer, so that later epochs need no
-    forward. timed(): a context in which the work is done. sources: for a target with an encoder,
-    what it reads for each sample. The hidden states are then those of the decoder.
+    captured_layers: the layers whose hidden states are captured. timed(): a context in which the
+    work is done. sources: for a target with an encoder, what it reads for each sample. The hidden
+    states are then those of the decoder.
     """
 
     def __init__(
@@ -44,14 +44,12 @@ class LiveFeatures:
         model: PreTrainedModel,
         captured_layers: Sequence[int],
         *,
-        remember: bool = False,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         sources: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._sources = sources
         self._model, self._captured_layers, self._timed = model, captured_layers, timed
         self._recorder = Recorder(model, captured_layers)
-        self._remembered: dict[str, dict[int, Tensor]] | None = {} if remember else None
 
     @torch.no_grad()
     def features(
@@ -59,9 +57,6 @@ class LiveFeatures:
     ) -> Mapping[int, Tensor]:
         """See `FeatureSource`."""
         with self._timed():
-            remembered = self._remembered
-            if remembered and ids and all(sample in remembered for sample in ids):
-                return join_rows([remembered[sample] for sample in ids], input_ids.device)
             with self._recorder.recording() as features:
                 if self._sources is None:
                     self._model.base_model(
@@ -70,11 +65,39 @@ class LiveFeatures:
                 else:
                     read = padded_sources(self._sources, ids, input_ids.device)
                     decoder_states(self._model, read, input_ids, attention_mask)
-            if remembered is not None:
-                lengths = attention_mask.sum(1).tolist()
-                rows = split_rows(features, lengths[: len(ids)], torch.device("cpu"))
-                remembered.update(zip(ids, rows, strict=True))
             return features
+
+
+class RememberedFeatures:
+    """Keeps what a source gives for each sample in CPU memory, H numbers per token and layer: a
+    slice that is measured again and again is read once."""
+
+    def __init__(self, source: FeatureSource) -> None:
+        self._source = source
+        self._remembered: dict[str, dict[int, Tensor]] = {}
+
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
+    ) -> Mapping[int, Tensor]:
+        """See `FeatureSource`."""
+        if not all(sample in self._remembered for sample in ids):
+            features = self._source.features(input_ids, attention_mask, ids)
+            lengths = attention_mask.sum(1).tolist()
+            rows = split_rows(features, lengths[: len(ids)], torch.device("cpu"))
+            self._remembered.update(zip(ids, rows, strict=True))
+            return features
+        return join_rows([self._remembered[sample] for sample in ids], input_ids.device)
+
+
+def dev_features(
+    model: PreTrainedModel,
+    captured_layers: Sequence[int],
+    sources: Mapping[str, Sequence[int]] | None = None,
+) -> FeatureSource:
+    """A source for a dev slice. It is one of its own: samples of two splits may have the same id.
+    All ranks must run a sharded target together, so none may skip it there."""
+    live = LiveFeatures(model, captured_layers, sources=sources)
+    return live if is_sharded(model) else RememberedFeatures(live)
 
 
 def join_rows(rows: Sequence[Mapping[int, Tensor]], device: torch.device) -> dict[int, Tensor]:

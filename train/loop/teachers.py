@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
-from decode.model.pretrained import is_sharded
 from distill.teacher.decoder_states import padded_sources
-from distill.teacher.feature_sources import LiveFeatures
+from distill.teacher.feature_sources import LiveFeatures, dev_features
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher, StatesTeacher, TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
@@ -72,14 +71,9 @@ def teacher_of(
     return LiveTeacher(model, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher"))
 
 
-def dev_teacher(model: PreTrainedModel, sources: Sources | None) -> LiveTeacher:
+def dev_teacher(model: PreTrainedModel, sources: Sources | None = None) -> LiveTeacher:
     """The teacher of figures on dev text. sources: what the encoder reads; None: it has none."""
-    # All ranks must run a sharded target together, so a rank must not skip it by remembering.
-    remember = not is_sharded(model)
-    if sources is None:
-        return LiveTeacher(split_model(model), remember=remember)
-    states = LiveFeatures(model, [FINAL], remember=remember, sources=sources)
-    return StatesTeacher(split_model(model), states)
+    return StatesTeacher(split_model(model), dev_features(model, [FINAL], sources))
 
 
 def step_of(
