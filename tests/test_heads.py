@@ -29,7 +29,8 @@ from decode.shapes.structure import Structure
 from distill.agreement import Bigrams, lookup_top1
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
-from distill.teacher.feature_sources import LiveFeatures, dev_features
+from distill.teacher.dev_features import dev_features
+from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import shift_left, trained_positions

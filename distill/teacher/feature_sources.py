@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from decode.model.hidden_states import Recorder
-from decode.model.pretrained import is_sharded
 from distill.teacher.decoder_states import decoder_states, padded_sources
 
 
@@ -66,38 +65,6 @@ class LiveFeatures:
                     read = padded_sources(self._sources, ids, input_ids.device)
                     decoder_states(self._model, read, input_ids, attention_mask)
             return features
-
-
-class RememberedFeatures:
-    """Keeps what a source gives for each sample in CPU memory, H numbers per token and layer: a
-    slice that is measured again and again is read once."""
-
-    def __init__(self, source: FeatureSource) -> None:
-        self._source = source
-        self._remembered: dict[str, dict[int, Tensor]] = {}
-
-    def features(
-        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
-    ) -> Mapping[int, Tensor]:
-        """See `FeatureSource`."""
-        if not all(sample in self._remembered for sample in ids):
-            features = self._source.features(input_ids, attention_mask, ids)
-            lengths = attention_mask.sum(1).tolist()
-            rows = split_rows(features, lengths[: len(ids)], torch.device("cpu"))
-            self._remembered.update(zip(ids, rows, strict=True))
-            return features
-        return join_rows([self._remembered[sample] for sample in ids], input_ids.device)
-
-
-def dev_features(
-    model: PreTrainedModel,
-    captured_layers: Sequence[int],
-    sources: Mapping[str, Sequence[int]] | None = None,
-) -> FeatureSource:
-    """A source for a dev slice. It is one of its own: samples of two splits may have the same id.
-    All ranks must run a sharded target together, so none may skip it there."""
-    live = LiveFeatures(model, captured_layers, sources=sources)
-    return live if is_sharded(model) else RememberedFeatures(live)
 
 
 def join_rows(rows: Sequence[Mapping[int, Tensor]], device: torch.device) -> dict[int, Tensor]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from decode.model.loading import Target
 from distill.teacher.cached_features import CachedFeatures
-from distill.teacher.feature_sources import FeatureSource, LiveFeatures, dev_features
+from distill.teacher.dev_features import dev_features
+from distill.teacher.feature_sources import FeatureSource, LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_module import Heads
 from heads.joint_training import JointTraining

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher.decoder_states import padded_sources
-from distill.teacher.feature_sources import LiveFeatures, dev_features
+from distill.teacher.dev_features import dev_features
+from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher, StatesTeacher, TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
