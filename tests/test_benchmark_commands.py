@@ -47,8 +47,6 @@ MISSING = {
     "distill": lambda: None if find_spec("trl") else "TRL is not installed",
     "speculators": missing_library,
 }
-# It needs vLLM: tests/test_serve_8b.py runs it.
-IN_AN_ENGINE = {"serve_8b"}
 
 
 def cited() -> set[str]:
@@ -57,7 +55,7 @@ def cited() -> set[str]:
 
 
 def test_every_command_of_the_page_is_here() -> None:
-    assert cited() == {*SMALL} | IN_AN_ENGINE
+    assert cited() == {*SMALL}
 
 
 def test_a_page_says_where_a_command_is_that_is_gone() -> None:
