@@ -1,8 +1,8 @@
 """Compares our decode loop with others: plain, with a small drafter, with prompt lookup.
 
-    python -m benchmarks.decode [--quick] [--json FILE] [--plots DIR] [--target T] [--drafter DIR]
-                                [--heads D] [--dtype D] [--device D] [--gamma N] [--prompts FILE]
-                                [--runs DIR] [--profile] [--context N] [--notes FILE]
+    python -m benchmarks.decode [--quick] [--json FILE] [--target T] [--drafter DIR] [--heads D]
+                                [--dtype D] [--device D] [--gamma N] [--prompts FILE] [--runs DIR]
+                                [--context N] [--notes FILE]
 
 All contestants but llama.cpp and OpenVINO run in one process with the same two modules. All have
 the same prompts through the chat template and the same number of threads, and in this process the
@@ -32,7 +32,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from rich.table import Table
@@ -53,7 +52,6 @@ from benchmarks.common import (
     rows_table,
     run_command,
     run_config,
-    save_figure,
     start_benchmark,
     write_json,
 )
@@ -63,11 +61,9 @@ from benchmarks.shared.decode_measurements import (
     PACKAGES,
     Contest,
     Setting,
-    cold_starts,
     hold_contest,
     long_answers,
     passes_beside_limit,
-    profile_loop,
     step_costs,
 )
 from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
@@ -107,7 +103,6 @@ RATIOS = {
     "heads_vs_openvino": ("openvino", "heads"),
 }
 HEADS = "ngram+embedded:eagle1-smollm2-135m:weights=int8"
-COLD = ("plain", "generate", "speculative", "assisted", "economize", "flashspec")
 # The layers of the default drafter.
 LAYERS = 4
 
@@ -133,7 +128,6 @@ EXACT = {True: Setting(2, 24, dtype="float32"), False: Setting(8, 64, dtype="flo
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="a few minutes on 2 cores")] = False,
     json_file: JsonOption = None,
-    plots: Annotated[Path | None, typer.Option(help="write decode.png here")] = None,
     target: TargetOption = TARGET,
     drafter: Annotated[str | None, typer.Option(help="default: train one")] = None,
     dtype: Annotated[str, typer.Option(help="dtype of both models")] = "fastest",
@@ -142,7 +136,6 @@ def main(
     gamma: Annotated[int, typer.Option(min=1, help="of each loop that has a γ")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
-    profile: Annotated[bool, typer.Option("--profile", help="time the parts of our steps")] = False,
     context: Annotated[int, typer.Option(min=0, help="tokens of notes before a prompt")] = 0,
     notes: NotesOption = PROMPTS / "train.jsonl",
 ) -> None:
@@ -183,24 +176,15 @@ def main(
             report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
-    taking_part = [name for name in (COLD[:3] if quick else COLD) if name in contests[0].seconds]
-    cold = cold_starts(taking_part, models_of_all, texts[0], gamma, reporter)
-    profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
-    costs = step_costs(models, texts[0], gamma) if profile else None
-
+    costs = step_costs(models, texts[0], gamma)
     passes = passes_beside_limit(models.target)
 
     time_ratios = ratios(contests)
     reporter.table(limit_table(passes))
     reporter.table(ratio_table(time_ratios))
-    reporter.table(cold_table(cold))
-    if profiles and costs:
-        reporter.table(profile_table(profiles))
-        reporter.table(cost_table(costs))
+    reporter.table(cost_table(costs))
     machine = describe_machine(PACKAGES)
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
-    if plots is not None:
-        plot_contests(contests, plots / "decode.png")
     if json_file is not None:
         figures = {
             "benchmark": "decode",
@@ -218,9 +202,7 @@ def main(
                 }
                 for contest in contests
             ],
-            "cold_start_seconds": cold,
             "passes_beside_limit": passes,
-            "profile": profiles,
             "step_costs": costs,
         }
         write_json(json_file, figures)
@@ -279,64 +261,6 @@ def ratio_table(ratios: dict[str, dict[str, float]]) -> Table:
         for name, ratio in ratios.items()
     ]
     return rows_table("ratios of time, theirs over ours", rows)
-
-
-def cold_table(cold: dict[str, dict[str, float]]) -> Table:
-    rows = [
-        {
-            "contestant": NAMES[name],
-            "making it ready": f"{seconds['ready']:.2f}",
-            "first call, one token": f"{seconds['first']:.2f}",
-            "second call": f"{seconds['second']:.2f}",
-        }
-        for name, seconds in cold.items()
-    ]
-    return rows_table("cold start: seconds in a fresh process, models loaded", rows)
-
-
-def plot_contests(contests: Sequence[Contest], file: Path) -> None:
-    """Plot the tokens per second of every contestant, one panel per setting."""
-    from matplotlib.figure import Figure
-
-    names = [name for name in NAMES if any(name in contest.seconds for contest in contests)]
-    figure = Figure(
-        figsize=(3.2 * len(contests) + 2.4, 0.34 * len(names) + 1), layout="constrained"
-    )
-    panels = figure.subplots(1, len(contests), sharey=True, squeeze=False)[0]
-    ys = np.arange(len(names))[::-1]
-    for panel, contest in zip(panels, contests, strict=True):
-        for name, y in zip(names, ys, strict=True):
-            if name not in contest.seconds:
-                panel.text(0, y, " –", va="center", fontsize=8, color="#5a6674")
-                continue
-            speed = contest.figures(name)["tokens_per_second"]
-            panel.barh(y, speed, color="#0067a5" if name in OURS else "#b8c2cc")
-            panel.text(speed, y, f" {speed:.0f}", va="center", fontsize=8)
-        panel.set_title(contest.title, fontsize=9)
-        panel.set_yticks(ys, [NAMES[name] for name in names], fontsize=8)
-        panel.set_xlabel("tokens/s", fontsize=8)
-        panel.margins(x=0.15)
-    save_figure(figure, file)
-
-
-def profile_table(profiles: dict[str, dict[str, Any]]) -> Table:
-    columns = ["what"]
-    for name in profiles:
-        columns += [f"{name}: ms", "calls"]
-    rows = []
-    for part in ("draft", "verify", "rule", "bookkeeping", "python"):
-        cells = [(f"{profile[f'{part}_ms']:.2f}", "") for profile in profiles.values()]
-        rows.append([part, *(cell for pair in cells for cell in pair)])
-    operations = {op: None for profile in profiles.values() for op, _, _ in profile["operations"]}
-    for operation in operations:
-        row = [f"  {operation}"]
-        for profile in profiles.values():
-            figures = {name: (ms, calls) for name, ms, calls in profile["operations"]}
-            ms, calls = figures.get(operation, (None, None))
-            row += ["–", "–"] if ms is None else [f"{ms:.2f}", f"{calls:.0f}"]
-        rows.append(row)
-    title = "a step of our loop, greedy, batch 1 (operations: under the profiler)"
-    return table(title, columns, rows)
 
 
 def limit_table(passes: Sequence[dict[str, float]]) -> Table:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.drafters [--quick] [--minutes M] [--run DIR …] [--drafter NAME …]
         [--json FILE] [--plots DIR] [--target T] [--dtype D] [--gamma N] [--prompts FILE]
-        [--runs DIR] [--random-layers N] [--random-width N] [--grid]
+        [--runs DIR] [--grid]
 
 Without options: the drafters and combinations that need no training, those that come along, and
 what runs of this benchmark make of the target's answers to the shipped training prompts: a
@@ -20,25 +20,16 @@ last timed prompt, weights and slots of its own, without those of the target; ta
 are no tensors are not in it. `training` is the time of the drafter's own stage, without the answers
 and states that it learned from.
 
-With --random-layers N the target is a llama with N layers of random weights, for the cost of drafts
-from a target that is deep enough for them: without some of its layers, over a part of its keys and
-values, with a small model of random weights and in its cascades, and with the small models of
---run. It says nothing about acceptance: its tokens follow no pattern. The table has the costs of a
-draft token and of a pass (c and v), and the acceptance rate above which drafts of that length pay.
-
 --grid measures instead whether drafts of one drafter (--drafter, default ngram) ever cost: with the
 policy `worth`, beside plain decoding and fixed drafts, in turns, for batches of 1 to 16, behind up
 to 7,000 tokens, for chat, code and random tokens, greedy and at temperature 1
 (`benchmarks.shared.never_slower`). No time has the target's pass over the prompts.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import (
     MIB,
@@ -62,14 +53,11 @@ from benchmarks.common import (
 from benchmarks.heads import HEADS, PARD, SMALL_LM, Settings, heads_config, plot_arms
 from benchmarks.shared.drafter_contestants import (
     Contestant,
-    cascades_of,
     named,
-    of_depth,
     omitted,
     seconds_of,
     shortly_named,
     size_of,
-    small_models,
     trained_drafters,
     untrained,
 )
@@ -86,7 +74,6 @@ from train.data.read import read_examples, spread
 from train.measure.evaluation import evaluate
 
 DATASTORE_NODES = 8
-HEAD_SIZE = 64  # of a target of random weights
 
 
 def main(
@@ -102,12 +89,6 @@ def main(
         float | None,
         typer.Option(min=0, help="of training for each kind; default 3, quick 0.5; 0: none"),
     ] = None,
-    random_layers: Annotated[
-        int | None, typer.Option(min=4, help="a target of random weights with so many layers")
-    ] = None,
-    random_width: Annotated[
-        int, typer.Option(min=256, help="its hidden size, a multiple of 256")
-    ] = 1024,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
     grid: Annotated[
@@ -123,14 +104,9 @@ def main(
             write_json(json_file, found | {"machine": describe_machine()})
         return
     trained = [row for path in run or () for row in trained_drafters(path)]
-    if random_layers is None:
-        if not run and target == TARGET:
-            trained = trained_here(runs, quick, minutes, reporter)
-        contestants = [*untrained(), *from_answers(loaded, runs, quick, reporter), *trained]
-    else:
-        loaded = with_random_layers(loaded, random_layers, random_width)
-        small = random_small_model(loaded, runs)
-        contestants = [*of_depth(random_layers), small, *cascades_of(small), *small_models(trained)]
+    if not run and target == TARGET:
+        trained = trained_here(runs, quick, minutes, reporter)
+    contestants = [*untrained(), *from_answers(loaded, runs, quick, reporter), *trained]
     contestants = shortly_named([*contestants, *map(named, drafter or ())])
     protocol = EvaluationProtocol(
         gamma=gamma,
@@ -144,9 +120,9 @@ def main(
     figures, failed = compare(contestants, loaded, texts, protocol, reporter)
     ordered = dict(sorted(figures.items(), key=lambda row: -row[1]["speedup"]["value"]))
     left_out = omitted(contestants)
-    what = describe_target(loaded, random_layers)
+    what = describe_target(loaded)
     title = f"{what}; greedy, γ = {gamma}, batch 1"
-    rows = [table_row(*row, random_layers is not None) for row in ordered.items()]
+    rows = [table_row(*row) for row in ordered.items()]
     reporter.table(rows_table(title, rows, left=2))
     reasons = {name: f"failed: {why}" for name, why in failed.items()} | left_out
     lines = [{"drafter": name, "why": why} for name, why in reasons.items()]
@@ -191,43 +167,9 @@ def compare(
     return figures, failed
 
 
-def describe_target(target: Target, random_layers: int | None) -> str:
+def describe_target(target: Target) -> str:
     weights = sum(parameter.numel() for parameter in target.model.parameters())
-    kind = "" if random_layers is None else f", {random_layers} layers of random weights"
-    return f"{target.name}{kind}, {weights / 1e6:.0f}M"
-
-
-def with_random_layers(target: Target, layers: int, width: int) -> Target:
-    """The same tokenizer with a llama of random weights. Raises UserError for a width that is no
-    multiple of four heads."""
-    if width % (4 * HEAD_SIZE):
-        raise UserError(f"--random-width is {width}; expected a multiple of {4 * HEAD_SIZE}")
-    config = LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=width // HEAD_SIZE,
-        num_key_value_heads=width // HEAD_SIZE // 4,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
-    torch.manual_seed(0)
-    with torch.device(target.device):
-        model = LlamaForCausalLM(config).to(target.dtype).eval()
-    return replace(target, model=model, eos_token_ids=())
-
-
-def random_small_model(target: Target, runs: Path) -> Contestant:
-    """A small language model of random weights for a target of random weights: two layers, half as
-    wide."""
-    step = 4 * HEAD_SIZE
-    width = max(target.model.config.hidden_size // 2 // step, 1) * step
-    small = with_random_layers(target, 2, width)
-    directory = runs / "drafters-random-small"
-    small.model.save_pretrained(directory)
-    small.tokenizer.save_pretrained(directory)
-    return replace(named(str(directory)), name=f"small LM, 2 layers, width {width}")
+    return f"{target.name}, {weights / 1e6:.0f}M"
 
 
 def trained_here(
@@ -296,28 +238,23 @@ def measure(
     }
 
 
-def table_row(name: str, row: dict[str, Any], costs_only: bool) -> dict[str, str]:
+def table_row(name: str, row: dict[str, Any]) -> dict[str, str]:
     """The cells of a drafter."""
 
     def cell(figure: str, form: str, unit: float = 1) -> str:
         value = row[figure]
         return "–" if value is None else format(value / unit, form)
 
-    costs = {
+    return {
+        "drafter": name,
+        "drafts": row["drafts"],
+        "tokens/step": with_interval(row, "tokens_per_step", 2),
+        "α": cell("acceptance_rate", ".2f"),
+        "speed-up": format_interval(row["speedup"], 2),
         "c": cell("c", ".3f"),
         "v": cell("v", ".2f"),
         "pays above α": cell("break_even_acceptance", ".2f"),
         "memory MiB": cell("memory_bytes", ".1f", MIB),
-    }
-    cells = {"drafter": name, "drafts": row["drafts"]}
-    if costs_only:
-        return cells | costs
-    return {
-        **cells,
-        "tokens/step": with_interval(row, "tokens_per_step", 2),
-        "α": cell("acceptance_rate", ".2f"),
-        "speed-up": format_interval(row["speedup"], 2),
-        **costs,
         "training s": cell("training_seconds", ".0f"),
         "same text": cell("identical_within_rounding", ".0%"),
     }

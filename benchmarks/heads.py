@@ -1,7 +1,7 @@
 """Compares kinds of heads on SmolLM2-135M's hidden states with each other and with a small LM.
 
     python -m benchmarks.heads [--quick] [--arms NAME,…] [--minutes M] [--prompts N]
-        [--timed N] [--more FILE] [--start DIR] [--lr X] [--json FILE] [--plots DIR] [--runs DIR]
+        [--timed N] [--more FILE] [--json FILE] [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
@@ -9,9 +9,8 @@ a small LM of the target's first two layers. Each is stored with the tree that p
 machine's costs. Arms make the same number of passes over the text, or with --minutes train for the
 same time. On a slow machine, answers and times take longest: --prompts has fewer answers, and with
 --timed 0 no speed is measured, no prompt lookup, and all arms draft chains of 4. With --more, the
-run also uses your own prompts for training. With --start, all arms go on from one drafter of their
-kind, for ways to train that help late, with a smaller --lr. Some arms, which compare losses or ways
-to train, or draft in one pass, run only if --arms names them.
+run also uses your own prompts for training. Some arms, most of which draft in one pass, run only if
+--arms names them.
 
 The measurements use the shipped test prompts: how often the first draft token is the target's,
 compared with a bigram table of the same text and with prompt lookup; tokens per step, with 95%
@@ -52,10 +51,8 @@ from decode.loop.decoding import Decoded, Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
-from heads.heads_directory import stored_options
 from train.base.console import Reporter
 from train.data.read import spread
-from train.loop.head_start import start_directory
 from train.measure.intervals import ratio_of_totals
 from train.run.run import Run
 
@@ -81,13 +78,6 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "p_eagle": ({"type": "p_eagle", "tokens": 4, "layers": 2}, {"forward_kl": 1.0}),
     "pass": ({"type": "pass", "tokens": 4}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
-    # SlimSpec (2605.10453).
-    "eagle1_low_rank": ({"type": "eagle1", "depth": 4, "output_rank": 128}, {"forward_kl": 0.1}),
-    # EAGLE-1 without its regression.
-    "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
-    # EAGLE-3 by the losses that are made for the acceptance rate (2602.23881).
-    "eagle3_nla": ({"type": "eagle3", "steps": 3}, {"negative_log_acceptance": 1.0}),
-    "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
     "kangaroo": ({"type": "kangaroo", "exit_layer": 2, "depth": 4}, {"forward_kl": 1.0}),
     "mtp": ({"type": "mtp", "depth": 3}, {"forward_kl": 1.0}),
     # Block drafters: DFlash by the text's tokens, DSpark by its paper's loss.
@@ -96,27 +86,13 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "dflash2": (BLOCK | {"type": "dflash2"}, {"forward_kl": 1.0}),
     "xpress": (BLOCK | {"type": "xpress"}, {"cross_entropy": 0.1, "total_variation": 1.8}),
     "domino": (BLOCK | {"type": "domino", "block": 8}, {"cross_entropy": 1.0}),
-    # Block drafters by the loss of the other heads. The confidence head learns from TV only.
-    "dflash_kl": (DFLASH, {"forward_kl": 1.0}),
-    "dspark_kl": (DSPARK | {"confidence": False}, {"forward_kl": 1.0}),
 }
-# Arms that train the heads of another arm otherwise: settings of their stage.
-TRAINED: dict[str, dict[str, Any]] = {
-    # D-PACE's weights (2605.18810).
-    "eagle3_dpace": {"place_smoothing": 0.5},
-    "hydra_dpace": {"place_smoothing": 0.5},
-    "dflash_dpace": {"place_smoothing": 0.5},
-    "eagle1_large_batch": {"loop": {"tokens_per_batch": 2048}},
-    # Three steps, each on the states of the one before (HASS, 2408.15766).
-    "eagle1_hass": {"heads": {"steps": 3}},
-}
-HEADS |= {name: HEADS[name.partition("_")[0]] for name in TRAINED}
 # Small LMs, of the target's first two layers. "pard" drafts all tokens in one pass.
-SMALL_LM, LOW_RANK_LM, PARD = "small_lm", "small_lm_low_rank", "pard"
-SMALL_LMS = (SMALL_LM, LOW_RANK_LM, PARD)
+SMALL_LM, PARD = "small_lm", "pard"
+SMALL_LMS = (SMALL_LM, PARD)
 KNOWN = (*SMALL_LMS, *HEADS)
-# These compare variants, and run only if --arms names them.
-ONE_PASS = (
+# These run only if --arms names them.
+EXTRA = (
     PARD,
     "pass",
     "p_eagle",
@@ -125,20 +101,9 @@ ONE_PASS = (
     "dflash2",
     "xpress",
     "domino",
-    "dflash_kl",
-    "dspark_kl",
-)
-EXTRA = (
-    *ONE_PASS,
-    LOW_RANK_LM,
     "kangaroo",
     "mtp",
     "eagle31",
-    "eagle1_low_rank",
-    "eagle1_tokens",
-    "eagle3_nla",
-    "eagle3_lk",
-    *TRAINED,
 )
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
@@ -149,8 +114,7 @@ class Settings:
     all. more: a file of prompts; its first more_prompts are used for training with
     the shipped ones. runs: the directory for runs. prompts: the training prompts that the target
     answers; None: all. timed: the test prompts whose speed is measured; 0: no speed is measured,
-    prompt lookup has no row, and no tree is calibrated. start: the directory of a drafter that all
-    arms start from; None: none. lr: the learning rate."""
+    prompt lookup has no row, and no tree is calibrated."""
 
     quick: bool
     arms: tuple[str, ...]
@@ -160,8 +124,6 @@ class Settings:
     runs: Path
     prompts: int | None = None
     timed: int = 12
-    start: str | None = None
-    lr: float = 2e-3
 
 
 def main(
@@ -175,8 +137,6 @@ def main(
     ] = None,
     timed: Annotated[int, typer.Option(min=0, help="test prompts whose speed is measured")] = 12,
     more: Annotated[Path | None, typer.Option(help="more prompts to train on")] = None,
-    start: Annotated[str | None, typer.Option(help="the drafter that all arms start from")] = None,
-    lr: Annotated[float, typer.Option(min=0, help="the learning rate")] = Settings.lr,
     more_prompts: Annotated[int, typer.Option(help="number of prompts of --more")] = 4000,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
@@ -187,10 +147,7 @@ def main(
     names = tuple(arms.split(","))
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
-    begin = None if start is None else str(start_directory(start).absolute())
-    if begin is not None:
-        require_same_heads(names, begin)
-    settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed, begin, lr)
+    settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)
     texts = float32_figures(run, reporter, prompts=6 if quick else 42)
@@ -210,17 +167,6 @@ def main(
         )
 
 
-def require_same_heads(arms: tuple[str, ...], start: str) -> None:
-    """Raise UserError unless all arms train the heads of this drafter, as they are."""
-    kind = stored_options(Path(start)).type
-    fitting = (kind, *(name for name in TRAINED if name.partition("_")[0] == kind))
-    if other := [name for name in arms if name not in fitting]:
-        raise UserError(
-            f"the arm {other[0]} cannot go on from {start}, which has {kind} heads; expected some "
-            f"of {', '.join(fitting)}"
-        )
-
-
 def heads_config(settings: Settings) -> dict[str, Any]:
     """Return the config of the run: the texts, their hidden states, and a stage for every arm."""
     quick = settings.quick
@@ -233,7 +179,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     start_loop = loop | {"max_steps": 30}
     if settings.minutes is not None:
         loop |= {"epochs": 1000, "max_minutes": settings.minutes}
-    training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": settings.lr}}
+    training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     reads_layers = any(
         HEADS[name][0]["type"]
         in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "xpress", "domino", "kangaroo")
@@ -261,36 +207,26 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     words = {"drafter": {"layers": [0, 1]}, "losses": {"cross_entropy": 1.0}, "loop": start_loop}
     if {SMALL_LM, PARD} & {*settings.arms}:
         stages.append(small_lm | words | {"name": "words", "draft_vocabulary": 8000})
-    if LOW_RANK_LM in settings.arms:
-        factors = {"draft_vocabulary": 16000, "output_rank": 128}
-        stages.append(small_lm | words | {"name": "words-low-rank"} | factors)
     for name in settings.arms:
         if name in SMALL_LMS:
-            start = "words-low-rank" if name == LOW_RANK_LM else "words"
-            distilled = {"name": name, "drafter": {"stage": start}, "teacher": "states"}
+            distilled = {"name": name, "drafter": {"stage": "words"}, "teacher": "states"}
             distilled |= {"losses": {"forward_kl": 1.0}, "dev": dev}
             if name == PARD:
                 distilled["parallel"] = {"tokens": 4, "mask_token": "<reponame>"}
             stages.append(small_lm | distilled)
             continue
         heads, losses = HEADS[name]
-        vocabulary: int | None = 16000 if "output_rank" in heads else 8000
-        if settings.start is not None:
-            heads, vocabulary = stored_options(Path(settings.start)).model_dump(), None
         stage: dict[str, Any] = {
             "name": name,
             "kind": "heads",
             "heads": heads,
             "losses": losses,
             "features": "states",
-            "draft_vocabulary": vocabulary,
+            "draft_vocabulary": 8000,
             "dev": dev,
             "tree": {"width": 6, "prompts": 12} if settings.timed else None,
-            "start": settings.start,
             **training,
         }
-        for key, value in TRAINED.get(name, {}).items():
-            stage[key] = stage[key] | value if isinstance(stage.get(key), dict) else value
         stages.append(stage)
     parts = ["heads"]
     if settings.arms != ARMS:
@@ -303,10 +239,6 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         parts.append(f"{settings.prompts}prompts")
     if settings.timed != Settings.timed:
         parts.append(f"{settings.timed}timed")
-    if settings.start is not None:
-        parts.append(f"from-{Path(settings.start).name}")
-    if settings.lr != Settings.lr:
-        parts.append(f"{settings.lr:g}lr")
     return run_config(
         "-".join([*parts, "quick"] if quick else parts),
         settings.runs,

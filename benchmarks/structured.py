@@ -1,13 +1,12 @@
 """Measures drafts under grammars: extraction, lists, function calls and choices.
 
     python -m benchmarks.structured [--quick] [--json FILE] [--target T] [--dtype D] [--gamma N]
-                                    [--prompts N] [--drafter NAME …] [--engine-python PYTHON]
+                                    [--prompts N] [--drafter NAME …]
 
 Prompts and schemas are made here (`benchmarks.shared.structured_prompts`). Each drafter takes turns
 with plain masked decoding in the same loop, greedily, one prompt after the other. Answers are
 validated by jsonschema, or by the list of choices. The masks of every pass are timed where they are
-computed and applied. --engine-python: a Python whose environment has vLLM, which then answers the
-same prompts by its own structured output, without drafts and with those of n-grams.
+computed and applied.
 """
 
 import time
@@ -31,7 +30,6 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.shared.structured_engine import vllm_rows
 from benchmarks.shared.structured_prompts import KINDS, Asked, is_valid, prompts_of
 from decode.draw import logits as logits_of_text
 from decode.grammars import Grammar, Grammars
@@ -41,7 +39,6 @@ from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from decode.text import prompt_ids
 from decode.text_stream import text_of
-from draftsmith.cli.command import EnginePythonOption
 from train.measure.evaluation import evaluate
 from train.measure.intervals import ratio_of_totals
 from train.measure.structured import forced_tokens
@@ -88,7 +85,6 @@ def main(
     gamma: Annotated[int, typer.Option(min=1, help="most tokens of a draft")] = 12,
     prompts: Annotated[int, typer.Option(min=1, max=8, help="prompts of each kind")] = 8,
     drafter: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
-    engine_python: EnginePythonOption = None,
 ) -> None:
     """Measure drafters under grammars, beside plain masked decoding."""
     reporter = start_benchmark()
@@ -103,16 +99,13 @@ def main(
         reporter.say(f"  {name}")
         rows += measure(loaded, name, part, asked, ids, grammars, gamma)
     reporter.table(rows_table("under grammars", [_cells(row) for row in rows], left=2))
-    engine = vllm_rows(loaded, asked, ids, engine_python, gamma, TOKENS) if engine_python else []
-    if engine:
-        reporter.table(rows_table("vLLM's own", [_engine_cells(row) for row in engine], left=1))
     if json_file is not None:
         ratios = {
             f"{name} {row['drafter']}, {row['kind']}": row[name]["value"]
             for row in rows
             for name in ("speedup", "tokens_per_step")
         }
-        figures = {"ratios": ratios, "rows": rows, "vllm": engine, "process": describe_machine()}
+        figures = {"ratios": ratios, "rows": rows, "process": describe_machine()}
         write_json(json_file, {"benchmark": "structured", **figures})
 
 
@@ -206,16 +199,6 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "masks, ms per pass": f"{row['mask_ms_per_pass']:.2f}",
         "per node": f"{row['mask_ms_per_position']:.2f}",
         "of a step": f"{row['mask_share']:.1%}",
-    }
-
-
-def _engine_cells(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        "prompts": row["kind"],
-        "valid": _both(row["valid"], "{:.0%}"),
-        "same text": f"{row['same_text']:.0%}",
-        "ms per token": _both(row["ms_per_token"], "{:.1f}"),
-        "speed-up": format_interval(row["speedup"], 2),
     }
 
 

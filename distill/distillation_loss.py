@@ -62,7 +62,6 @@ class Distillation(nn.Module):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
-        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The weighted loss summed over the predicted tokens, and each term's sum, float64 [terms].
 
@@ -71,12 +70,9 @@ class Distillation(nn.Module):
 
         agreement_with: returns the target's logits over its full vocabulary. If given, the loss is
         0 and the second value is `agreement_sums`.
-
-        weights: float32 [n], of the predicted tokens in the loss; None: 1 each. The terms' sums do
-        not use them.
         """
         states = self.hidden_states(input_ids, attention_mask)
-        return self.of_states(states, input_ids, loss_mask, teacher, agreement_with, weights)
+        return self.of_states(states, input_ids, loss_mask, teacher, agreement_with)
 
     def of_states(
         self,
@@ -85,14 +81,13 @@ class Distillation(nn.Module):
         loss_mask: Tensor,
         teacher: Teacher | None,
         agreement_with: Callable[[slice], TeacherLogits] | None,
-        weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`forward` of the student's hidden states after each token, [B, T, H]."""
         predicted = loss_mask[:, 1:]
         hidden = states[:, :-1][predicted]
         if agreement_with is not None:
             return hidden.new_zeros(()), self.agreement(hidden, agreement_with)
-        return self.loss(hidden, input_ids[:, 1:][predicted], teacher, weights)
+        return self.loss(hidden, input_ids[:, 1:][predicted], teacher)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, T, H]: the student's hidden state after each token. int64 [B, T] each."""
@@ -113,7 +108,8 @@ class Distillation(nn.Module):
         teacher: Teacher | None,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`chunked_loss` of hidden states [n, H] that predict the tokens `labels`, int64 [n]."""
+        """`chunked_loss` of hidden states [n, H] that predict the tokens `labels`, int64 [n], with
+        these weights in the loss, float [n]."""
         inputs, weight, bias = self.last_product(hidden)
         return chunked_loss(
             inputs,

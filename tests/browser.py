@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import sync_playwright
 
-from benchmarks.shared.browser import find_browser
+from benchmarks.serve.page import find_browser
 from decode.base.errors import UserError
 from tests.export import require_environment
 

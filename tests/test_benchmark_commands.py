@@ -18,7 +18,6 @@ from tests.export import SHAPE, needs, require_environment
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
 from tools.reference import ROOT
-from train.engines.child_process import python_of
 
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 TINY = ["--target", "TINY", "--dtype", "float32"]
@@ -37,7 +36,6 @@ SMALL = {
     "heads": ["--quick", "--arms", "eagle1", "--minutes", "0.05", "--prompts", "4", "--timed", "1"],
     "speculators": ["--quick", "--length", "16"],
     "mtp": ["--quick"],
-    "device": ["--quick"],
     "forecast": [
         *("--quick", "--target", "TINY", "--kind", "medusa"),
         *("--rows", "100", "--draft-vocabulary", "100"),
@@ -49,8 +47,6 @@ MISSING = {
     "distill": lambda: None if find_spec("trl") else "TRL is not installed",
     "speculators": missing_library,
 }
-# It needs vLLM: tests/test_serve_8b.py runs it.
-IN_AN_ENGINE = {"serve_8b"}
 
 
 def cited() -> set[str]:
@@ -59,7 +55,7 @@ def cited() -> set[str]:
 
 
 def test_every_command_of_the_page_is_here() -> None:
-    assert cited() == {*SMALL} | IN_AN_ENGINE
+    assert cited() == {*SMALL}
 
 
 def test_a_page_says_where_a_command_is_that_is_gone() -> None:
@@ -142,11 +138,3 @@ def test_an_engine_takes_part_in_the_smallest_form(
     assert theirs <= set(greedy)
     # Weights in fewer bits make another model.
     assert all(greedy[one]["equal_within_rounding"] == 1 for one in theirs if "_q" not in one)
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-def test_vllm_takes_part_in_the_smallest_form(figures_of: Callable[..., Figures]) -> None:
-    needs("vllm")
-    rows = figures_of("structured", "--engine-python", str(python_of("vllm")))["vllm"]
-    assert rows[-1]["kind"] == "all"

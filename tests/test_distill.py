@@ -236,24 +236,6 @@ def test_distillation_loss_is_that_of_each_row_alone():
     assert len(parts) == 2
 
 
-def test_a_remembering_teacher_says_the_same_without_a_second_forward():
-    target = tiny_llama(seed=0)
-    split = split_model(target)
-    calls = []
-    split.stack.register_forward_hook(lambda *args: calls.append(1))
-    teacher = LiveTeacher(split, remember=True)
-    batch = batch_of([(4, 6), (9, 2)])
-    first = teacher.signal(**batch, ids=["a", "b"])(slice(0, 8)).logits
-    again = teacher.signal(**batch, ids=["a", "b"])(slice(0, 8)).logits
-    assert len(calls) == 1
-    assert torch.equal(first, again)
-    # Other company, other order: each sample brings its own states.
-    swapped = {name: value.flip(0) for name, value in batch.items()}
-    turned = teacher.signal(**swapped, ids=["b", "a"])(slice(0, 8)).logits
-    assert torch.equal(turned, torch.cat([first[6:], first[:6]]))
-    assert len(calls) == 1
-
-
 def test_draft_vocabulary_keeps_the_most_frequent_tokens(monkeypatch):
     ids, coverage = most_frequent([[5, 5, 5, 7, 7, 9], [5, 9, 9, 9]], 2, 12)
     assert ids.tolist() == [5, 9]

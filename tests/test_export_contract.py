@@ -39,6 +39,7 @@ from tests.export import (
     edit_json,
     edit_weights,
     make_heads,
+    reloaded,
     rewrite_gguf,
 )
 from tests.test_target import write_gguf
@@ -215,6 +216,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
     ),
     "medusa, own": ("medusa", MEDUSA | {"layers": 2}, None),
     "dflash2, window": ("dflash2", DFLASH2 | {"window": 16}, None),
+    "speculators, window": ("speculators", EAGLE3 | WINDOW, None),
+    "p_eagle, window": ("p_eagle", P_EAGLE | WINDOW, None),
+    "speculators-dflash, window": ("speculators-dflash", DFLASH | WINDOW, None),
     "dflash-gguf, layer": ("dflash-gguf", DFLASH | {"layer": {"rms_norm_eps": 1e-5}}, None),
     "dspark-gguf": ("dspark-gguf", DSPARK | {"confidence": False}, None),
     "speculators-dflash": ("speculators-dflash", DFLASH, None),
@@ -222,7 +226,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {
     "speculators-xpress": ("speculators-xpress", XPRESS, None),
 }
 TRIPS = {layout: (layout, *HEADS[layout]) for layout in HEADS} | VARIANTS
-SHORT_TRIPS = [trip for trip in TRIPS if trip in HEADS]
+SHORT_TRIPS = [trip for trip in TRIPS if trip in HEADS or "window" in trip]
 # Our captured layers are outputs, counted from 0; these readers count the layers that read them.
 READ: dict[str, tuple[str, list[int]]] = {
     "speculators": ("eagle_aux_hidden_state_layer_ids", [2, 3, 4]),
@@ -245,6 +249,8 @@ def test_an_export_drafts_the_same_and_is_imported_as_it_was(
     make_heads(drafter, on, options, kept, moved=0.1)
     export_drafter(drafter, layout, out, ExportOptions(gamma=3, target=served), measuring=FEW)
     assert_drafts_the_same(drafter, out, on)
+    if "window" in options:
+        assert reloaded(out, on).heads.options.window == options["window"]
     facts = check_export(out)["facts"]
     assert (facts["max_depth"], facts["kept"]) == (3, None if kept is None else len(KEPT))
     assert facts["filled_from"] is None
@@ -255,6 +261,11 @@ def test_an_export_drafts_the_same_and_is_imported_as_it_was(
         config = json.loads((out / "config.json").read_text("utf-8")) if not is_gguf else {}
         found = gguf.GGUFReader(file).fields[key].contents() if is_gguf else config[key]
         assert found == numbers
+    if options.get("window") and not is_gguf:
+        config = json.loads((out / "config.json").read_text("utf-8"))
+        layers = config.get("transformer_layer_config", config)
+        assert layers["layer_types"] == ["sliding_attention"] * layers["num_hidden_layers"]
+        assert layers.get("use_sliding_window", True)
     # Written as other options that compute the same, or read by one engine only.
     if (
         layout in ("eagle3-gguf", "eagle1-sglang")
@@ -400,6 +411,7 @@ def metadata(**changes: Any) -> Change:
     return edit_gguf(change)
 
 
+NO_WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 0}
 # By layout and by what is said: the fault.
 FAULTS: dict[str, dict[str, Change]] = {
     "hf": {
@@ -503,9 +515,19 @@ FAULTS: dict[str, dict[str, Change]] = {
             eagle_aux_hidden_state_layer_ids=[2, 3]
         ),
         "model_type, which is not expected": settings(model_type="llama"),
+        "sliding_window": nested("transformer_layer_config", **NO_WINDOW),
     },
     "p_eagle": {
+        "sliding_window": settings(**NO_WINDOW),
         "pard_token is 304, but there is no such embedding": settings(pard_token=304),
+    },
+    "speculators-dflash": {
+        "sliding_window": nested("transformer_layer_config", **NO_WINDOW),
+        # The tokens of a block would see only those before them.
+        "sliding_window_non_causal is False, expected True": lambda directory: (
+            nested("transformer_layer_config", sliding_window=4)(directory),
+            settings(sliding_window_non_causal=False)(directory),
+        ),
     },
     "speculators-peagle": {
         "speculators_config is {'algorithm': 'eagle3'": nested(

@@ -21,15 +21,13 @@ from train.engines.child_process import model_directory
 EAGLE = {"type": "eagle1", "depth": 3}
 
 
-@pytest.mark.parametrize("layout", ["vllm", "draftsmith"])
-def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Path) -> None:
-    """Of an import, whose source and target are local."""
+def test_an_export_of_ours_names_no_directory_of_this_machine(tmp_path: Path) -> None:
+    """Of an import, whose source and target are local. Other layouts: test_export_contract.py."""
     target = save_target(tmp_path / "target", layers=7)
     source = safeailab_eagle3(target).save(tmp_path / "published")
     import_drafter(str(source), target, tmp_path / "drafter")
-    export_drafter(
-        tmp_path / "drafter", layout, tmp_path / "out", ExportOptions(target=target.name)
-    )
+    options = ExportOptions(target=target.name)
+    export_drafter(tmp_path / "drafter", "draftsmith", tmp_path / "out", options)
     files = [file for file in (tmp_path / "out").iterdir() if file.suffix != ".safetensors"]
     assert len(files) >= 3
     for file in files:

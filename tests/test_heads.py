@@ -29,6 +29,7 @@ from decode.shapes.structure import Structure
 from distill.agreement import Bigrams, lookup_top1
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
+from distill.teacher.dev_features import dev_features
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
@@ -254,7 +255,7 @@ def test_a_random_sub_loss_trains_one_head_and_all_in_turn() -> None:
 def test_remembered_features_are_those_seen() -> None:
     ids, attention, _ = batch()
     captured_layers = (0, FINAL)
-    source = LiveFeatures(target().model, captured_layers, remember=True)
+    source = dev_features(target().model, captured_layers)
     first = source.features(ids, attention, ["a", "b", "c", "d"])
     rows = [2, 0]
     again = source.features(ids[rows], attention[rows], ["c", "a"])

@@ -19,6 +19,7 @@ from decode.opening.directory import open_drafter
 from draftsmith.export import ImportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
+from draftsmith.export.formats.published_layer import published_window
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.published import Checkpoint
 from heads.dflash_heads import DFlashDrafter
@@ -314,6 +315,18 @@ def test_a_window_that_says_it_is_not_causal_is_read(tmp_path: Path, target: Tar
     published.config["dflash_config"]["causal"] = False
     imported = import_drafter(str(published.save(tmp_path / "b")), target, tmp_path / "out")
     assert (imported.settings or {})["window"] == 16
+
+
+def test_a_published_window_is_that_of_sliding_layers() -> None:
+    sliding = {"layer_types": ["sliding_attention"], "sliding_window": 9}
+    assert published_window(sliding) == (9, [])
+    assert published_window({"sliding_window": 9}) == (None, [])
+    assert published_window({"layer_types": ["full_attention"], "sliding_window": 9}) == (None, [])
+    others: list[dict[str, Any]] = [{"layer_types": ["sliding_attention", "other"]}]
+    for wrong in (*others, {"layer_types": ["other"]}, {"sliding_window": None}):
+        window, problems = published_window(sliding | wrong)
+        assert window is None
+        assert "layer_types" in problems[0]
 
 
 def test_other_types_of_the_library_speculators_are_refused_by_name(

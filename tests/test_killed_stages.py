@@ -20,7 +20,6 @@ from tests.stages import (
 )
 from tests.tiny import VOCAB, shortened, tiny_target
 from tests.training import assert_near
-from train.loop import boosting
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -28,10 +27,9 @@ pytestmark = [
 ]
 ADAPTER = {"r": 4, "alpha": 8.0, "dropout": 0.2}
 OPTIMIZER = {"optimizer": {"lr": 1e-2, "warmup_steps": 2}}
-# What each has beside the weights of a module: numbers that are drawn, a ramp, other drafters.
+# What each has beside the weights of a module: numbers that are drawn, a ramp.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "pard": ("distill", DRAFTER | {"parallel": {"tokens": 4, "keep": 0.7}}),
-    "boosted": ("distill", DRAFTER | {"boost": {"missed_by": ["first"]}}),
     "layer_skip": (
         "layer_skip",
         {"exit_layer": 2, "layer_dropout": 0.5, "loop": LOOP} | OPTIMIZER,
@@ -54,25 +52,18 @@ def weights(outcome: Any) -> dict[str, Any]:
     return found | (load_file(outcome.target / "model.safetensors") if outcome.target else {})
 
 
-@pytest.mark.parametrize("name", shortened(KINDS, ["boosted", "layer_skip", "joint"]))
+@pytest.mark.parametrize("name", shortened(KINDS, ["layer_skip", "joint"]))
 def test_a_killed_training_ends_with_the_same_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its second start runs no earlier drafter again."""
     kind, settings = KINDS[name]
-    first = make_stage("distill", "first", **DRAFTER)
-    stage = make_stage(kind, name, *([first] if name == "boosted" else []), **settings)
-    read, sound = [], boosting.guesses
-    monkeypatch.setattr(boosting, "guesses", lambda *args: read.append(1) or sound(*args))
+    stage = make_stage(kind, name, **settings)
     ended = []
     for place in ("whole", "killed"):
         context = stage_context(tmp_path / place, tiny_target(vocab=VOCAB + 8, layers=4))
         context.corpus.examples["test"] = examples("test", 3)
-        if name == "boosted":
-            run_stage(context, first)
         once = run_stage(context, stage) if place == "whole" else None
         ended.append(once or run_killed(context, stage, monkeypatch, 4))
     whole, killed = map(weights, ended)
     assert len(whole) > 2
     assert_near(killed, whole)
-    assert len(read) == 2 * (name == "boosted")

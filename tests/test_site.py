@@ -5,16 +5,19 @@ import importlib.util
 import json
 import re
 import runpy
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 import draftsmith
 from benchmarks.first_steps import PAGE, readme_python, walk
+from draftsmith.cli.main import app
 from tests.tiny import save_tiny
 from tools.notebook import NOTEBOOK, run_notebook
 from tools.reference import PAGES
@@ -95,6 +98,22 @@ def test_the_walk_of_a_new_user_has_the_commands_of_the_readme() -> None:
     steps = walk(PAGE.read_text("utf-8"), "python3")
     walked = {command for _, line in steps for command in simple_commands(line)}
     assert written - walked == set(NOT_WALKED)
+
+
+def test_commands_of_the_pages_have_the_options_that_there_are() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    seen = 0
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = page.read_text("utf-8")
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+        lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+        for name, rest in re.findall(r"(?m)^(?:.*\| )?draftsmith (\w\S*)(.*)", "\n".join(lines)):
+            assert name in commands, page
+            known = {x for one in commands[name].params for x in (*one.opts, *one.secondary_opts)}
+            asked = [x for x in shlex.split(rest, comments=True) if x.startswith("--")]
+            assert not [x for x in asked if x.partition("=")[0] not in known], (page, name)
+            seen += len(asked)
+    assert seen > 150
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

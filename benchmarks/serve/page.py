@@ -5,28 +5,41 @@
 Needs the extras serve and benchmarks, and a Chromium or Chrome.
 """
 
-from functools import partial
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.common import TARGET, DeviceOption, TargetOption, run_command, start_benchmark
-from benchmarks.shared.browser import find_browser, opened, served
-from decode.model.loading import load_target
-from decode.opening.directory import open_drafter
-from decode.settings import DecodeSettings
-from draftsmith.serve.batching.requests import RequestBounds
-from draftsmith.serve.server import ServiceServer, make_service
+from benchmarks.common import TARGET, TargetOption, run_command, start_benchmark
+from benchmarks.serve.process import ServiceProcess, command
+from decode.base.errors import UserError
 
 QUESTION = "Why is the sky blue?"
 LONGEST_MS = 300_000  # for one answer
 TOKENS = 160  # of the answer
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_browser() -> str:
+    """The path of a browser. Raises UserError if there is none."""
+    for name in BROWSERS:
+        if path := shutil.which(name):
+            return path
+    raise UserError(f"no browser is installed; expected one of {', '.join(BROWSERS)}")
 
 
 def take_picture(url: str, out: Path, question: str) -> None:
     """Ask a question on the page at this address, and write what it looks like as a PNG file."""
-    with opened(url, 1200, 760, scale=2) as page:
+    from playwright.sync_api import sync_playwright
+
+    path = find_browser()
+    with sync_playwright() as session:
+        browser = session.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        page = browser.new_page(
+            viewport={"width": 1200, "height": 760}, device_scale_factor=2, color_scheme="light"
+        )
+        page.goto(url)
         page.set_default_timeout(LONGEST_MS)
         page.wait_for_selector("#setting-gamma")
         page.check("#show-rejected")
@@ -35,6 +48,7 @@ def take_picture(url: str, out: Path, question: str) -> None:
         page.press("#prompt", "Enter")
         page.wait_for_selector(".assistant .figures")
         page.screenshot(path=out)
+        browser.close()
 
 
 def main(
@@ -42,29 +56,14 @@ def main(
     out: Annotated[Path, typer.Option(help="the PNG file to write")],
     target: TargetOption = TARGET,
     question: Annotated[str, typer.Option(help="what the page asks")] = QUESTION,
-    gamma: Annotated[int, typer.Option(help="the draft length")] = 4,
-    device: DeviceOption = "auto",
 ) -> None:
     """Serve the target, ask it a question on its page, and write a picture of that."""
     start_benchmark()
     find_browser()
-    import heads.kinds  # noqa: F401  (registers its drafters)
-
-    loaded = load_target(target, device=device)
-    service = make_service(
-        loaded,
-        open_drafter(drafter, loaded),
-        DecodeSettings(gamma=gamma),
-        RequestBounds(),
-        drafter_name=Path(drafter).name,
-        model_name=target.rpartition(":")[2],
-    )
-    with served(partial(ServiceServer, service, 0)) as address:
-        try:
-            take_picture(address, out, question)
-        finally:
-            service.batcher.drain(0)
-            service.batcher.join(30)
+    name = target.rpartition(":")[2]
+    words = ("--target", target, "--drafter", drafter, "--model-name", name)
+    with ServiceProcess(command("serve", *words)) as service:
+        take_picture(service.url, out, question)
 
 
 if __name__ == "__main__":

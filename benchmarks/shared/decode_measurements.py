@@ -1,18 +1,17 @@
-"""What `benchmarks.decode` measures: contests, one for each setting, cold starts, and a profile."""
+"""What `benchmarks.decode` measures: contests, one for each setting, and steps of our loop."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from benchmarks.common import Unable, in_fresh_process
+from benchmarks.common import Unable
 from benchmarks.shared.decode_contestants import (
     NAMES,
     Contestant,
@@ -25,14 +24,12 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
-from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import finite
 from train.base.console import Reporter
-from train.base.launcher import cores
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
 from train.measure.machine import Limit, product_speed, read_speed
@@ -42,7 +39,6 @@ from train.measure.time_passes import finish, pass_seconds
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
 PACKAGES = ("flashspec", "economize")
-OPERATIONS = 8  # a profile lists this many of the slowest operations
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
 CONTEXT, WIDTHS = 100, (1, 2, 4, 8, 16, 32, 64)  # of the passes beside the machine's limit
 
@@ -246,87 +242,6 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def cold_starts(
-    names: Sequence[str],
-    models: dict[str, str],
-    prompt: Sequence[int],
-    gamma: int,
-    reporter: Reporter,
-) -> dict[str, dict[str, float]]:
-    """Return the seconds to the first token, each contestant in a new process (`first_token`)."""
-    seconds = {}
-    for name in names:
-        reporter.say(f"cold start: {NAMES[name]}")
-        seconds[name] = in_fresh_process(
-            "benchmarks.shared.decode_measurements:first_token",
-            name=name,
-            prompt=list(prompt),
-            gamma=gamma,
-            **models,
-        )
-    return seconds
-
-
-def first_token(
-    name: str, prompt: list[int], gamma: int, target: str, drafter: str, dtype: str, device: str
-) -> dict[str, float]:
-    """Return three times in seconds: from loaded models to a ready loop (ours: with packed
-    weights), the first call for one token, and a second such call."""
-    torch.set_num_threads(cores())
-    models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
-    begin = time.perf_counter()
-    run = makers(models, gamma=gamma, sampled=False)[name]()
-    finish(models.target.device)
-    marks = [begin, time.perf_counter()]
-    for _ in range(2):
-        run([prompt], 1, 0)
-        finish(models.target.device)
-        marks.append(time.perf_counter())
-    ready, first, second = (b - a for a, b in pairwise(marks))
-    return {"ready": ready, "first": first, "second": second}
-
-
-def profile_loop(
-    models: Models, prompt: Sequence[int], tokens: int, gamma: int
-) -> dict[str, dict[str, Any]]:
-    """Return milliseconds per step, plain and with the drafter, for the forwards, the rule and the
-    bookkeeping. A second run under torch's profiler gives the slowest operations.
-
-    operations: (name, milliseconds per step, calls per step), ordered by self time. python_ms: the
-    time of a step in the profiled run outside all operations, including the profiler itself.
-    """
-    profiles: dict[str, dict[str, Any]] = {}
-    for name, drafter in (
-        ("plain", DRAFTERS["none"]()),
-        ("speculative", SmallLMDrafter(models.assistant)),
-    ):
-        decoder = Decoder(models.target.model, drafter, gamma=gamma)
-        decoder.decode([prompt], 8)
-        rule_seconds = [0.0]
-        decide = decoder.rule.decide
-
-        def timed(*args: Any, decide: Any = decide, seconds: list[float] = rule_seconds) -> Any:
-            begin = time.perf_counter()
-            decision = decide(*args)
-            if models.target.device.type == "cuda":
-                torch.cuda.synchronize(models.target.device)
-            seconds[0] += time.perf_counter() - begin
-            return decision
-
-        vars(decoder.rule)["decide"] = timed
-        timing = decoder.decode([prompt], tokens).timing
-        del vars(decoder.rule)["decide"]
-        ms_per_step = 1000 / timing.steps
-        profiles[name] = {
-            "draft_ms": timing.draft * ms_per_step,
-            "verify_ms": timing.verify * ms_per_step,
-            "rule_ms": rule_seconds[0] * ms_per_step,
-            "bookkeeping_ms": (timing.overhead - rule_seconds[0]) * ms_per_step,
-            **_operations(decoder, prompt, tokens),
-        }
-    return profiles
-
-
 def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, dict[str, float]]:
     """Return by name what a greedy step of our loop costs beside its functions in C++: plain, of 1
     and of 8 rows, and with the heads if there are any. calls: of the interpreter. ms, outside_ms:
@@ -361,25 +276,3 @@ def passes_beside_limit(target: Target) -> list[dict[str, float]]:
         {"tokens": width, "ms": 1e3 * taken, "limit_ms": 1e3 * limit.seconds(width)}
         for width, taken in seconds.items()
     ]
-
-
-def _operations(decoder: Decoder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    cuda = decoder.lm.device.type == "cuda"
-    if cuda:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        timing = decoder.decode([prompt], tokens).timing
-
-    def self_time(event: Any) -> float:  # microseconds
-        return float(event.self_device_time_total if cuda else event.self_cpu_time_total)
-
-    events = sorted(profiler.key_averages(), key=self_time, reverse=True)
-    ms_per_step = 1e-3 / timing.steps
-    return {
-        "python_ms": 1000 * timing.total / timing.steps - sum(map(self_time, events)) * ms_per_step,
-        "operations": [
-            (event.key, self_time(event) * ms_per_step, event.count / timing.steps)
-            for event in events[:OPERATIONS]
-        ],
-    }

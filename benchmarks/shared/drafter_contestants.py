@@ -38,7 +38,6 @@ PLAIN = "none"
 # What is measured elsewhere, and why.
 ELSEWHERE = {
     "layer_skip, medusa2, blockwise with a backbone": "train another target: draftsmith evaluate",
-    "boosted drafters": "are second drafters of a tree: docs/results/distillation.md",
     "drafters for a target with an encoder": "have their own target: docs/results/targets.md",
 }
 
@@ -62,28 +61,6 @@ def untrained() -> list[Contestant]:
         directory, spec = SHIPPED / name, EMBEDDED_PREFIX + name
         rows.append(Contestant(spec, spec, _kind_of(directory), size=size_of(directory)))
     return rows
-
-
-def of_depth(layers: int) -> list[Contestant]:
-    """The drafters whose costs depend on the target's depth, for a target of so many layers."""
-    between = list(range(1, layers - 1, 2))
-    lists = json.dumps(between, separators=(",", ":"))
-    specs = {
-        f"skip, first {max(layers // 4, 1)} layers": f"skip:exit={max(layers // 4, 1)}",
-        f"skip, {len(between)} attentions": f"skip:attention={lists}",
-        f"skip, {len(between)} MLPs": f"skip:mlp={lists}",
-        f"skip, {len(between)} layers": f"skip:attention={lists},mlp={lists}",
-        "swift": "swift",
-        "sparse": SPARSE,
-        "vertical": UNTRAINED["vertical"],
-        "lookahead": UNTRAINED["lookahead"],
-        "ngram": "ngram",
-    }
-    return [
-        Contestant(name, spec, spec.partition(":")[0])
-        for name, spec in specs.items()
-        if between or "[]" not in spec
-    ]
 
 
 def named(spec: str) -> Contestant:
@@ -173,17 +150,9 @@ def omitted(contestants: Iterable[Contestant]) -> dict[str, str]:
     for kind in sorted({*DRAFTERS, *COMBINATIONS} - compete):
         if kind == PLAIN:
             reasons[kind] = "is plain decoding, with which each drafter is compared"
-        elif kind in UNTRAINED:
-            reasons[kind] = "is compared without --random-layers"
         else:
             reasons[kind] = "needs training; name a run that trained it (--run), or its directory"
     return reasons | ELSEWHERE
-
-
-def small_models(contestants: Sequence[Contestant]) -> list[Contestant]:
-    """Those that read no hidden states, and so can draft for a target of random weights."""
-    kinds = (*SMALL_LM, "vertical", "horizontal")
-    return [contestant for contestant in contestants if contestant.kind in kinds]
 
 
 def seconds_of(stage: Path) -> float | None:

@@ -28,7 +28,6 @@ class EncoderDecoderStudent(Student):
     refused = dict.fromkeys(
         (
             "on_policy",
-            "boost",
             "lora",
             "parallel",
             "draft_vocabulary",
@@ -77,10 +76,9 @@ class EncoderDecoderDistillation(Distillation):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
-        weights: Tensor | None = None,
         sources: Sources | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Distillation.forward`. sources: what the encoder reads for each row."""
         assert sources is not None, "a student with an encoder reads sources"
         states = decoder_states(self.student, sources, self.known(input_ids), attention_mask)
-        return self.of_states(states, input_ids, loss_mask, teacher, agreement_with, weights)
+        return self.of_states(states, input_ids, loss_mask, teacher, agreement_with)

@@ -132,10 +132,9 @@ class ParallelDistillation(Distillation):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
-        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Distillation.forward`. With `agreement_with`, the second value has the
-        `agreement_sums` of each copy, float64 [4K]. All predictions of a token have its weight.
+        `agreement_sums` of each copy, float64 [4K].
 
         What is dropped depends on torch's random state, which checkpoints store. In eval mode it is
         always the same.
@@ -165,14 +164,14 @@ class ParallelDistillation(Distillation):
         labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1)).flatten()[place]
         shared = None if teacher is None else shared_signal(teacher, number)
         share = predicted.sum(1) / (predicted.sum(1) + masks.exists.sum(1)).clamp(min=1)
-        of_copies = share[row] if weights is None else share[row] * weights[number]
+        of_copies = share[row]
         if self.parallel.confidence and self.training:
             assert teacher is not None, "the losses compare with the target"
             reached = self._reached(teacher, input_ids, predicted)
             before = reached[place] - reached[place - copies]
             sums_of_rows = reached.new_zeros(len(predicted)).index_add(0, row, before.exp())
             of_text = predicted.sum(1) / sums_of_rows
-            of_copies = of_text[row] * before.exp() * (1.0 if weights is None else weights[number])
+            of_copies = of_text[row] * before.exp()
         if self.parallel.place_smoothing is not None and self.training:
             of_places = self._place_weights(
                 hidden, labels, (copies, row, place - row * length - copies), loss_mask.shape

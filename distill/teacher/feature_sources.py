@@ -33,10 +33,9 @@ class FeatureSource(Protocol):
 class LiveFeatures:
     """Runs the frozen target over each batch, once, without gradients and without logits.
 
-    captured_layers: the layers whose hidden states are captured. remember: keep the hidden states
-    of each sample in CPU memory, H numbers per token and layer, so that later epochs need no
-    forward. timed(): a context in which the work is done. sources: for a target with an encoder,
-    what it reads for each sample. The hidden states are then those of the decoder.
+    captured_layers: the layers whose hidden states are captured. timed(): a context in which the
+    work is done. sources: for a target with an encoder, what it reads for each sample. The hidden
+    states are then those of the decoder.
     """
 
     def __init__(
@@ -44,14 +43,12 @@ class LiveFeatures:
         model: PreTrainedModel,
         captured_layers: Sequence[int],
         *,
-        remember: bool = False,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         sources: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self._sources = sources
         self._model, self._captured_layers, self._timed = model, captured_layers, timed
         self._recorder = Recorder(model, captured_layers)
-        self._remembered: dict[str, dict[int, Tensor]] | None = {} if remember else None
 
     @torch.no_grad()
     def features(
@@ -59,9 +56,6 @@ class LiveFeatures:
     ) -> Mapping[int, Tensor]:
         """See `FeatureSource`."""
         with self._timed():
-            remembered = self._remembered
-            if remembered and ids and all(sample in remembered for sample in ids):
-                return join_rows([remembered[sample] for sample in ids], input_ids.device)
             with self._recorder.recording() as features:
                 if self._sources is None:
                     self._model.base_model(
@@ -70,10 +64,6 @@ class LiveFeatures:
                 else:
                     read = padded_sources(self._sources, ids, input_ids.device)
                     decoder_states(self._model, read, input_ids, attention_mask)
-            if remembered is not None:
-                lengths = attention_mask.sum(1).tolist()
-                rows = split_rows(features, lengths[: len(ids)], torch.device("cpu"))
-                remembered.update(zip(ids, rows, strict=True))
             return features
 
 

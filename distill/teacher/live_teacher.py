@@ -76,10 +76,6 @@ class TeacherSource(Protocol):
 class LiveTeacher:
     """Runs the frozen target over each batch, once and without gradients.
 
-    With `remember`, the last hidden states of every predicted token are kept on the CPU after
-    their first use (H numbers per token in the target's dtype, not V). Later epochs over the same
-    samples then need no forward and still see the target's full distribution.
-
     vocabulary: int64 [n], the draft vocabulary. The logits then cover only its tokens, and their
     softmax is the target's distribution p renormalised over it. tokens: used without a vocabulary,
     the number of ids that are tokens. The logits then cover only the first `tokens` rows, without
@@ -92,7 +88,6 @@ class LiveTeacher:
         self,
         target: SplitModel,
         *,
-        remember: bool = False,
         vocabulary: Tensor | None = None,
         tokens: int | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -103,7 +98,6 @@ class LiveTeacher:
         if rows is None and tokens is not None and tokens < len(target.output.weight):
             rows = slice(tokens)
         self._weight, self._bias = target.rows(rows)
-        self._remembered: dict[str, Tensor] | None = {} if remember else None
 
     @torch.no_grad()
     def signal(
@@ -123,16 +117,8 @@ class LiveTeacher:
     def hidden(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Tensor:
-        """[n, H]: the hidden states for the predicted tokens, from memory or from a forward."""
-        remembered = self._remembered
-        if remembered and ids and all(sample in remembered for sample in ids):
-            return torch.cat([remembered[sample] for sample in ids]).to(input_ids.device)
-        predicted = loss_mask[:, 1:]
-        hidden = self.target.hidden(input_ids, attention_mask)[:, :-1][predicted]
-        if remembered is not None:
-            counts = predicted.sum(1).tolist()
-            remembered.update(zip(ids, hidden.cpu().split(counts), strict=False))
-        return hidden
+        """[n, H]: the hidden states for the predicted tokens."""
+        return self.target.hidden(input_ids, attention_mask)[:, :-1][loss_mask[:, 1:]]
 
 
 class StatesTeacher(LiveTeacher):

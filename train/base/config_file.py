@@ -39,6 +39,10 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
         "leave it out; in 16 bits chains have the bits of plain decoding where the layers run in "
         "C++, which costs no time",
     ),
+    "boost": (
+        None,
+        "leave it out; a drafter that learns what another one misses was no better beside it",
+    ),
     "replay": (None, "leave it out; an online stage learns from judged drafts"),
 }
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from decode.model.loading import Target
-from decode.model.pretrained import is_sharded
 from distill.teacher.cached_features import CachedFeatures
+from distill.teacher.dev_features import dev_features
 from distill.teacher.feature_sources import FeatureSource, LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_module import Heads
@@ -116,12 +116,8 @@ class FrozenBackbone(Backbone):
     ) -> tuple[Tensor, Tensor]:
         source: FeatureSource = self._source
         if dev:
-            # A separate source: samples of two splits may have the same id.
             if self._dev_source is None:
-                model = self.target.model
-                # All ranks must run a sharded target together, so none may skip it.
-                remember = not is_sharded(model)
-                self._dev_source = LiveFeatures(model, self._layers, remember=remember)
+                self._dev_source = dev_features(self.target.model, self._layers)
             source = self._dev_source
         features = source.features(batch["input_ids"], batch["attention_mask"], ids)
         return module(batch["input_ids"], batch["loss_mask"], features, losses)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
-from decode.model.pretrained import is_sharded
 from distill.teacher.decoder_states import padded_sources
+from distill.teacher.dev_features import dev_features
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher, StatesTeacher, TeacherSource
@@ -19,7 +19,6 @@ from distill.teacher.top_k_cache import CachedTeacher
 from train.data.batches import Inputs, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
-from train.loop.boosting import TokenWeights
 from train.loop.live_window import LiveWindow
 from train.loop.open_caches import Cache
 from train.loop.trainer import TrainingClock
@@ -73,33 +72,25 @@ def teacher_of(
     return LiveTeacher(model, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher"))
 
 
-def dev_teacher(model: PreTrainedModel, sources: Sources | None) -> LiveTeacher:
+def dev_teacher(model: PreTrainedModel, sources: Sources | None = None) -> LiveTeacher:
     """The teacher of figures on dev text. sources: what the encoder reads; None: it has none."""
-    # All ranks must run a sharded target together, so a rank must not skip it by remembering.
-    remember = not is_sharded(model)
-    if sources is None:
-        return LiveTeacher(split_model(model), remember=remember)
-    states = LiveFeatures(model, [FINAL], remember=remember, sources=sources)
-    return StatesTeacher(split_model(model), states)
+    return StatesTeacher(split_model(model), dev_features(model, [FINAL], sources))
 
 
 def step_of(
     teacher: TeacherSource | None,
-    weights: TokenWeights | None,
     sources: Sources | None,
     clock: TrainingClock,
 ) -> Step:
-    """What the trainer runs in each step: the teacher's signal, then the loss. weights: of the
-    tokens in the loss. sources: what the encoders read; None: there are none."""
+    """What the trainer runs in each step: the teacher's signal, then the loss. sources: what the
+    encoders read; None: there are none."""
 
     def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
         signal, device = None, batch["input_ids"].device
         if teacher is not None:
             with clock("teacher"):
                 signal = teacher.signal(**batch, ids=ids)
-        of_tokens = None if weights is None else weights.of(ids, device)
-        read = padded(sources, ids, device)
-        return module(**batch, teacher=signal, weights=of_tokens, **read)
+        return module(**batch, teacher=signal, **padded(sources, ids, device))
 
     return step
 

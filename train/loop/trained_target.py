@@ -24,6 +24,7 @@ from train.data.batches import Inputs, batches_for
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
+from train.loop.teachers import dev_teacher
 from train.loop.trainer import TrainingClock
 from train.settings.training import PREFIX, TrainedTargetConfig
 
@@ -68,8 +69,7 @@ class TrainedTarget:
         if loss.needs_teacher:
             split = split_model(original)
             self.teacher = LiveTeacher(split, timed=partial(clock, "teacher"))
-            # A separate teacher: samples of two splits may have the same id.
-            self.dev_teacher = LiveTeacher(split, remember=True)
+            self.dev_teacher = dev_teacher(original)
 
     def signal(self, batch: Inputs, ids: Sequence[str], *, dev: bool = False) -> Teacher | None:
         """The original target's signal for a batch of the text, or of the dev slice (dev). None if

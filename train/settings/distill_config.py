@@ -8,7 +8,7 @@ from distill.settings import DrafterLora, ParallelConfig, StudentConfig
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.schema import Losses
 from train.settings.text_settings import LossConfig
-from train.settings.training import BoostConfig, DevConfig, LoopConfig, OnPolicyConfig
+from train.settings.training import DevConfig, LoopConfig, OnPolicyConfig
 
 
 class DistillConfig(LossConfig):
@@ -37,9 +37,6 @@ class DistillConfig(LossConfig):
     parallel: ParallelConfig | None = None
     """Train a drafter that drafts all tokens in one pass (PARD, 2504.18583). None: it drafts one
     token after the other."""
-    boost: BoostConfig | None = None
-    """Train the drafter on the tokens that earlier drafters miss (SpecInfer, 2305.09781). None: all
-    tokens have the same weight."""
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of the stage that this stage continues, or of the cache."""

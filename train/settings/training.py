@@ -2,7 +2,7 @@
 is trained too."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -123,22 +123,6 @@ class OnPolicyConfig(Strict):
     drafter: Literal["auto", "none", "ngram"] = "auto"
     """The drafter that speeds up the generation: none, ngram (speculative decoding), or auto, the
     faster of the two on the first batch. It does not change the text."""
-
-
-class BoostConfig(Strict):
-    """A drafter that learns the tokens that earlier drafters miss (SpecInfer, 2305.09781)."""
-
-    missed_by: str | Annotated[list[str], Field(min_length=1)]
-    """The earlier drafters: the name of a distill or online stage, a drafter directory, or several
-    of them. A token is missed if it is the likeliest token of none of them."""
-    hit_weight: float = Field(0.1, ge=0, lt=1)
-    """The weight of a token that an earlier drafter guesses; that of a missed token is 1. 0: learn
-    only the missed tokens."""
-
-    @property
-    def names(self) -> list[str]:
-        """The earlier drafters, as a list."""
-        return [self.missed_by] if isinstance(self.missed_by, str) else self.missed_by
 
 
 class TreeConfig(Strict):

@@ -24,12 +24,6 @@ from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
 from train.loop import parallel
-from train.loop.boosting import (
-    ReadingSettings,
-    TokenWeights,
-    check_earlier_drafter,
-    stored_guesses,
-)
 from train.loop.dev_slice import DevJudging, DevSlice, require_dev_text
 from train.loop.estimates import (
     optimizer_bytes,
@@ -50,7 +44,6 @@ from train.loop.teachers import (
 )
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
-from train.measure.ranks import Ranks
 from train.settings.distill_config import DistillConfig
 from train.settings.schema import StageConfig
 from train.settings.training import DevConfig
@@ -83,9 +76,6 @@ class DistillStage(TrainingStage[DistillConfig]):
             config.weighted_loss.needs_teacher and config.teacher == "live"
         ):
             kind.check_teacher(self.target)
-        for name in config.boost.names if config.boost else ():
-            if name not in plans:
-                check_earlier_drafter(Path(name), self.target)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
         steps = steps_in_words(tokens, config.loop, config.optimizer)
         amount = f"{config.loop.epochs} epochs, {steps}"
@@ -142,8 +132,6 @@ class DistillStage(TrainingStage[DistillConfig]):
     def run(self) -> StageResult:
         config = self.config
         samples, counts = self.fitting_samples()
-        # Before the student exists, so that the earlier drafters are not in memory beside it.
-        token_weights = self._token_weights(samples)
         cache = None
         if config.teacher != "live":
             cache = open_cache(
@@ -156,7 +144,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.gradient_checkpointing:
             checkpoint_layers(student.model)
         parallel.place(self.accelerator, student.model)
-        trainer = self._trainer(student, trained, samples, cache, token_weights)
+        trainer = self._trainer(student, trained, samples, cache)
         progress = trainer.fit()
         weights = trainer.drafter_weights("student.")
         if self.accelerator.is_main_process:
@@ -171,31 +159,8 @@ class DistillStage(TrainingStage[DistillConfig]):
         ids = student.target_ids
         summary = self.summary(trainer, counts, parameters)
         summary |= {"draft_vocabulary": None if ids is None else len(ids), **coverage}
-        summary |= {} if token_weights is None else {"missed_share": token_weights.missed}
         self.accelerator.free_memory()
         return StageResult(self.directory / "drafter", summary)
-
-    def _token_weights(self, samples: Sequence[Sample]) -> TokenWeights | None:
-        """The weights of the text's tokens in the loss. None: the same for all."""
-        config = self.config
-        if config.boost is None:
-            return None
-        paths = [
-            self.earlier[name] / "drafter" if name in self.earlier else Path(name)
-            for name in config.boost.names
-        ]
-        ranks, per_batch = Ranks.of(self.accelerator), config.loop.tokens_per_batch
-        reading = ReadingSettings(
-            self.accelerator.device,
-            self.target.token_count,
-            max(1, per_batch // ranks.world),
-            config.chunk_tokens,
-        )
-        with self.reporter.bar("earlier drafters", len(paths) * len(samples)) as bar:
-            right = stored_guesses(self.directory, paths, samples, reading, ranks, bar.update)
-        weights = TokenWeights(config.boost, samples, right)
-        self.reporter.say(f"  the earlier drafters miss {weights.missed:.1%} of the text's tokens")
-        return weights
 
     def _prepare(
         self, samples: Sequence[Sample], cache: Cache | None
@@ -231,9 +196,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         trained: Trainable,
         samples: Sequence[Sample],
         cache: Cache | None,
-        weights: TokenWeights | None,
     ) -> Trainer:
-        """weights: the weights of the tokens in the loss."""
         config, loss, model = self.config, self.config.weighted_loss, self.target.model
         tokens, device = self.target.token_count, self.accelerator.device
         clock = TrainingClock(device)
@@ -253,7 +216,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         task = TrainingTask(
             config.name,
             module,
-            step_of(teacher, weights, sources, clock),
+            step_of(teacher, sources, clock),
             loss.names,
             self._text(trained, samples),
             self.target.tokenizer.pad_token_id or 0,

@@ -15,7 +15,6 @@ from train.base.drafter_stages import (
     require_own_weights,
     require_whole,
 )
-from train.loop.boosting import check_boost
 from train.settings.distill_config import DistillConfig
 from train.settings.schema import StageConfig, closest_stage
 
@@ -29,9 +28,6 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
     if config.draft_vocabulary is None:
         refuse(config, output_rank="it is of an output layer made for a draft_vocabulary")
     require_own_weights(config)
-    if config.boost is not None:
-        check_boost(config.boost, earlier, stage=config.name)
-        refuse(config, on_policy="boost compares the target's text with drafters' guesses")
     if config.teacher != "live":
         _check_cache(config, earlier)
     if config.on_policy is not None:
