@@ -190,10 +190,9 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     assert slots.layers[1].values.shape[0] == 4
     assert slots.layers[1].values.shape[2] >= 20
     assert slots.layers[1].values[0, :, :8].isnan().all()
-    with slots.only(2, 4), slots.only(1, 2):
-        slots.place(np.zeros(1, dtype=np.int64), 1)
-        for layer in slots.layers:
-            layer.update(*torch.ones(2, 1, 1, 1, 4))
+    slots.place(np.zeros(1, dtype=np.int64), 1, first=3)
+    for layer in slots.layers:
+        layer.update(*torch.ones(2, 1, 1, 1, 4))
     assert [bool(row.any()) for row in slots.layers[0].keys[1:]] == [False, False, True]
     # Where memory is short, rows that nobody uses go.
     slots.keep_rows(np.array([3, 1]))

@@ -56,8 +56,7 @@ def seen(lm: CachedLM, tree: bool, rows: slice, **more: Any) -> tuple[Tensor, Te
             more["ancestors_BNM"][:, :5, :5] = SEES
             more["ancestors_BNM"] = more["ancestors_BNM"][rows, : ids.shape[1]]
             more["depth_BN"] = more["ancestors_BNM"].sum(2) - 1
-        with lm.only(rows.start, rows.stop):
-            logits = lm.forward(ids[rows], STARTS[rows], **more)
+        logits = lm.forward(ids[rows], STARTS[rows], first=rows.start, **more)
     return logits, lm.features[FINAL]
 
 
@@ -98,8 +97,8 @@ def test_a_row_gets_what_it_gets_alone(
             for mine, yours in ((together, alone), (states, its_states)):
                 torch.testing.assert_close(mine[row, :count], yours[0, :count])
             torch.testing.assert_close(picked[row, 0], alone[0, count - 1])
-            with torch.inference_mode(), lm.only(row, row + 1):
-                its_after = lm.forward(torch.full((1, 1), 5), (STARTS + COUNTS)[part])
+            with torch.inference_mode():
+                its_after = lm.forward(torch.full((1, 1), 5), (STARTS + COUNTS)[part], first=row)
             torch.testing.assert_close(after[row], its_after[0])
             if in_cpp and forward._few_rows:
                 assert torch.equal(together[row, :count], alone[0, :count])

@@ -213,13 +213,14 @@ class SmallLMDrafter(VerifyingDrafter):
         part = self.read(contexts).rows_from(first)
         begin, cached = self._begin, self._cached
         self._begin, self._cached = begin[first:], cached[first:]
-        with self.lm.only(first, len(contexts.lengths)):
-            self.feed(part, part.lengths - 1, drafting=part.lengths < self._capacity)
+        self.feed(part, part.lengths - 1, part.lengths < self._capacity, first)
         self._begin, self._cached = begin, np.concatenate([cached[:first], self._cached])
 
-    def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
+    def feed(
+        self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray, first: int = 0
+    ) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as read, as far as the cache lacks
-        them, for the rows that draft (`drafting`, bool [B]).
+        them, for the rows that draft (`drafting`, bool [B]). first: the row of the first text.
 
         Returns the logits after the last of these tokens, [B, V'], valid in the rows that draft;
         None if they lack nothing."""
@@ -227,7 +228,7 @@ class SmallLMDrafter(VerifyingDrafter):
         if missing is None:
             return None
         ids, start, counts = missing
-        return self.lm.read(to_device(ids, self.lm.device), start, counts)[:, 0]
+        return self.lm.read(to_device(ids, self.lm.device), start, counts, first)[:, 0]
 
     def missing(self, ends: np.ndarray, drafting: np.ndarray) -> np.ndarray:
         """int [B]: how many of the first `ends` (int [B]) tokens of each text to feed: all that the

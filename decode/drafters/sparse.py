@@ -284,7 +284,7 @@ class SparseDrafter(VerifyingDrafter):
         if len(rows) < len(key):
             query, key, value = query[rows], key[rows], value[rows]
         slots = part.slots(choose_chunks(query[:, :, 0], key, part, scale))
-        self.lm.slots.wrote(slots.shape[2])
+        self.lm.slots.wrote(np.full(len(self._turn), slots.shape[2]))
         for cache, full in ((kept.keys, key), (kept.values, value)):
             gathered = full.gather(2, slots[..., None].expand(-1, -1, -1, full.shape[3]))
             cache[rows, :, : slots.shape[2]] = gathered

@@ -225,8 +225,7 @@ class Decoding(RunningRows):
             self.clock.mark("draft_prefill")
             self.retire(verification, first)
             if self._drafted and len(self.rows) > first:
-                with self._running():
-                    setup.drafter.prefill(self.rows.contexts, first)
+                setup.drafter.prefill(self.rows.contexts, first)
         except BaseException:
             self._part_again(first)
             raise
@@ -238,8 +237,7 @@ class Decoding(RunningRows):
         setup, features = self.setup, verification.features
         if len(self.rows):
             self.rows.add(new)
-            with self._running():
-                setup.drafter.add_rows(self.rows.contexts, verification)
+            setup.drafter.add_rows(self.rows.contexts, verification)
             setup.policy.add_rows(len(new))
             if self._features is not None and setup.observers:
                 old = self._features.last()
@@ -247,9 +245,8 @@ class Decoding(RunningRows):
                 self._features = old.joined(joins)
         else:
             self.rows, self._features, self._drafted = new, features, False
-            with self._running():
-                setup.drafter.start(new.contexts)
-                setup.drafter.observe(verification)
+            setup.drafter.start(new.contexts)
+            setup.drafter.observe(verification)
             setup.policy.start(len(new))
 
     def _part_again(self, first: int) -> None:

@@ -5,7 +5,6 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -88,8 +87,7 @@ class RunningRows:
         """
         if not self.rows.numbers.size:
             raise UserError("no row runs, so there is no step to take; admit prompts first")
-        with self._running():
-            verification = self._pass(most)
+        verification = self._pass(most)
         self.clock.end_pass(at_once=self.setup.policy.reads_times)
         self.setup.policy.observe(verification)
         self.steps.append(verification)
@@ -137,11 +135,6 @@ class RunningRows:
         if len(self.rows) or waiting:
             self._features = start_drafter(setup, self.rows, setup.parts, True, waiting)
             self._drafted = False
-
-    def _running(self) -> AbstractContextManager[None]:
-        """Passes inside this context feed the running rows, and not those that wait."""
-        waits = self._waiting.readings
-        return self.setup.lm.only(0, len(self.rows)) if waits else nullcontext()
 
     def _pass(self, most: np.ndarray | int | None) -> Verification:
         """Draft, verify, commit and roll back. The argument is as for `step`."""

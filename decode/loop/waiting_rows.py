@@ -82,13 +82,13 @@ class PromptReading:
             self._begun = True
             if self._fed.any():
                 self._long = self._begin(place)
-        with setup.lm.only(place, place + self.count):
-            while self.left and (count < tokens or not count):
-                assert self._long is not None
-                count += self._long.read_on(max(tokens - count, 1))
-            if self._long is not None and not self.left and setup.lm.kept_layers:
-                kept = setup.lm.slots.kept_states(int(self._fed.max()))
-                self._kept = dict(zip(setup.lm.kept_layers, kept, strict=True))
+        while self.left and (count < tokens or not count):
+            assert self._long is not None
+            count += self._long.read_on(max(tokens - count, 1))
+        if self._long is not None and not self.left and setup.lm.kept_layers:
+            rows = slice(place, place + self.count)
+            kept = setup.lm.slots.kept_states(rows, int(self._fed.max()))
+            self._kept = dict(zip(setup.lm.kept_layers, kept, strict=True))
         return count
 
     def _begin(self, place: int) -> LongRead:
@@ -100,7 +100,7 @@ class PromptReading:
         columns = start[:, None] + np.arange(int((fed - start).max()))
         columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
         ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), setup.lm.device)
-        return LongRead(setup.lm, ids, start, fed - start)
+        return LongRead(setup.lm, ids, start, fed - start, place)
 
     def result(self) -> tuple[Verdict, Features | None]:
         """After the last part, for the rows that stay, which `new` and `copied` are from now on:

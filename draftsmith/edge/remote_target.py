@@ -5,7 +5,6 @@ Shapes: B rows, N draft tokens, V vocabulary.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -160,9 +159,6 @@ class RemoteLM(CachedLM):
                 except LinkLost:
                     self.link.lose()
         self._texts = kept
-
-    def only(self, first: int, end: int) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def forward(self, ids_BN: Tensor, start: np.ndarray, **options: Any) -> Tensor:
         """The server reads the prompts."""

@@ -154,6 +154,7 @@ class CachedLM(CachedRows):
         counts: np.ndarray | None = ...,
         depth_BN: Tensor | None = ...,
         ancestors_BNM: Tensor | None = ...,
+        first: int = ...,
         listed: Literal[False] = ...,
     ) -> Tensor: ...
 
@@ -167,6 +168,7 @@ class CachedLM(CachedRows):
         counts: np.ndarray | None = ...,
         depth_BN: Tensor | None = ...,
         ancestors_BNM: Tensor | None = ...,
+        first: int = ...,
         listed: Literal[True],
     ) -> Tensor | Listed: ...
 
@@ -179,9 +181,11 @@ class CachedLM(CachedRows):
         counts: np.ndarray | None = None,
         depth_BN: Tensor | None = None,
         ancestors_BNM: Tensor | None = None,
+        first: int = 0,
         listed: bool = False,
     ) -> Tensor | Listed:
-        """Feed n tokens per row and return their logits, in the model's dtype.
+        """Feed n tokens of each of the B rows from `first` on, and return their logits, in the
+        model's dtype. Other rows stay as they are.
 
         start: int [B], the slot of each row's first token; all slots below it are its past.
         columns: int [B, k], return the logits of only these columns of each row, [B, k, V]. None:
@@ -206,13 +210,14 @@ class CachedLM(CachedRows):
         with ExitStack() as contexts:
             if self.states is not None:
                 if ancestors_BNM is None or ancestors_BNM.shape[2] == n:  # else a tree goes on
-                    self._rewind(self.states, start)
+                    self._rewind(self.states, start, first)
                 ends = None if counts is None else start + counts
-                contexts.enter_context(self.states.feeding(ids_BN, start, ends, ancestors_BNM))
+                pass_ = self.states.feeding(ids_BN, start, ends, ancestors_BNM, first)
+                contexts.enter_context(pass_)
             # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
             window = None if self.forward_pass.reads_positions else self.window
             own = None if self.pads else counts
-            self.slots.place(start, n, window, root, counts=own)
+            self.slots.place(start, n, window, root, counts=own, first=first)
             self.fed = ids_BN.numel() if own is None else int(own.sum())
             root_B1 = to_device(root, self.device)[:, None]
             if depth_BN is None:
@@ -222,7 +227,7 @@ class CachedLM(CachedRows):
                 at = self._nodes.of_pass(positions, root_B1, ancestors_BNM)
                 contexts.enter_context(at_positions(at))
             if self.sources is not None:
-                contexts.enter_context(self.sources.reading())
+                contexts.enter_context(self.sources.reading(first, len(start)))
             logits, features = self.forward_pass(
                 ids_BN,
                 positions,
@@ -239,14 +244,15 @@ class CachedLM(CachedRows):
             return logits
         return Listed(logits, real) if listed else real.padded(logits)
 
-    def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
+    def _rewind(
+        self, states: RecurrentStates, start: np.ndarray, first: int = 0, *, settle: bool = False
+    ) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""
-        for row in states.lost(start).tolist():
+        for row in states.lost(start, first).tolist():
             count = start[row : row + 1]
-            ids = states.tokens(row, int(count[0]))
-            with self.only(row, row + 1):
-                self.read(ids, np.zeros_like(count), count)
-        states.rewind(start, settle=settle)
+            ids = states.tokens(first + row, int(count[0]))
+            self.read(ids, np.zeros_like(count), count, first + row)
+        states.rewind(start, first, settle=settle)
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         """int64 [B, n]: the positions of fed tokens that are so far behind the slots `base_B1`."""
@@ -277,8 +283,9 @@ class CachedLM(CachedRows):
             ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors, listed=True
         )
 
-    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
-        """Feed long texts and return the logits after each row's last token, [B, 1, V].
+    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray, first: int = 0) -> Tensor:
+        """Feed long texts, of the B rows from `first` on, and return the logits after each row's
+        last token, [B, 1, V].
 
         counts: int [B], row b has that many tokens, the rest of its ids is padding, whose slots are
         overwritten later. A pass takes at most `pass_tokens` tokens, in a long text fewer
@@ -286,7 +293,7 @@ class CachedLM(CachedRows):
         the hidden states of all passes, [B, n, H]. A row without tokens has logits without a
         meaning; one row has some.
         """
-        read = LongRead(self, ids_BN, start, counts)
+        read = LongRead(self, ids_BN, start, counts, first)
         while not read.done:
             read.read_on(self.pass_tokens)
         self.features = read.features()

@@ -5,7 +5,6 @@ Shapes: B rows, n tokens of the longest text, V vocabulary, H hidden size.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -26,25 +25,35 @@ class FeedsSlots(Protocol):
 
     def pass_limit(self, length: int) -> int: ...
 
-    def only(self, first: int, end: int) -> AbstractContextManager[None]: ...
-
     def forward(
-        self, ids_BN: Tensor, start: np.ndarray, *, columns: np.ndarray, counts: np.ndarray
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray,
+        counts: np.ndarray,
+        first: int,
     ) -> Tensor: ...
 
 
 class LongRead:
-    """Texts that a model reads into the slots of its fed rows, one pass at a time.
+    """Texts that a model reads into the slots of its rows, one pass at a time.
 
-    ids_BN, start, counts: as for `CachedLM.read`. Between two passes the model may feed other rows.
-    Where the model pads, and would pad much, one text is read after the other.
+    ids_BN, start, counts, first: as for `CachedLM.read`. Between two passes the model may feed
+    other rows. Where the model pads, and would pad much, one text is read after the other.
     logits: [B, 1, V], those after each row's last token, once it is `done`; for a row without
     tokens they mean nothing. None before the first pass.
     """
 
     def __init__(
-        self, lm: FeedsSlots, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray
+        self,
+        lm: FeedsSlots,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        counts: np.ndarray,
+        first: int = 0,
     ) -> None:
+        self._first = first
         self._lm, self._ids, self._start, self._counts = lm, ids_BN, start, counts
         rows, width = ids_BN.shape
         self._groups = [slice(0, rows)]  # the rows that passes feed together, those in turn first
@@ -80,13 +89,13 @@ class LongRead:
         limit = min(tokens, lm.pass_limit(int((start + counts).max())))
         width = min(int(left.max()), max(limit // len(counts), 1))
         fed = np.minimum(left, width)
-        with lm.only(rows.start, rows.stop):
-            logits = lm.forward(
-                self._ids[rows, begin : begin + width],
-                start + begin,
-                columns=np.clip(last[:, None] - begin, 0, width - 1),
-                counts=fed,
-            )
+        logits = lm.forward(
+            self._ids[rows, begin : begin + width],
+            start + begin,
+            columns=np.clip(last[:, None] - begin, 0, width - 1),
+            counts=fed,
+            first=self._first + rows.start,
+        )
         self._passes.append((rows, slice(begin, begin + width), lm.features))
         self._begin = begin + width
         if self._begin >= int(counts.max()):

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.base.device import to_device
-from decode.model.cache.fed_rows import FedRows
 from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
@@ -36,7 +35,8 @@ class _Window:
     begin: int | None = None
     end: int = 0  # one past the last slot any row uses, rounded up to a step
     fresh: bool = True  # all rows were empty before
-    # The slots that attention gets: of all rows, or int64 [B, S], of each row. `end` is their end.
+    rows: slice = slice(0, 0)  # those that are fed
+    # The slots that attention gets: of all these rows, or int64 [B, S], of each. `end` is the end.
     read: slice | Tensor = slice(0, 0)
     # The tokens that are fed, if they are fewer than rows times columns. Then the model's states
     # are those of this list, as of one row, [1, T, …]. None: [B, n, …].
@@ -53,7 +53,8 @@ class _Window:
         return read.stop - read.start if isinstance(read, slice) else read.shape[1]
 
     def taken(self, cache: Tensor) -> Tensor:
-        """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [B, H, C, D]."""
+        """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [R, H, C, D]."""
+        cache = cache[self.rows]
         if isinstance(self.read, slice):
             return cache[:, :, self.read]
         slots = self.read.to(cache.device)
@@ -69,7 +70,7 @@ class _Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, C, D], written in place. rows: those that are fed.
+    """Keys and values of one layer, [R, H, C, D], written in place. rows: R, those in use.
     addresses: of both. strides: of each."""
 
     is_sliding = False
@@ -79,22 +80,22 @@ class SlotLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
-        self.rows = slice(0, 0)
+        self.rows = 0
 
     @property
     def real(self) -> RealTokens | None:
-        """The list of tokens that is fed. None: all tokens of all rows."""
+        """The list of tokens that is fed. None: all tokens of the fed rows."""
         return self.window.real
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
             store.make(self.number, states)
         self.is_initialized = True
-        keys, values = (store.of(self.number)[self.rows] for store in self.stores)
+        keys, values = (store.of(self.number)[: self.rows] for store in self.stores)
         self.use(keys, values)
 
     def use(self, keys: Tensor, values: Tensor) -> None:
-        """Have the keys and values of these rows. Call it again after the stores change."""
+        """Have these keys and values. Call it again after the stores change."""
         self.keys, self.values = keys, values
         self.addresses = self.keys.data_ptr(), self.values.data_ptr()
         self.strides = self.keys.stride()
@@ -114,7 +115,7 @@ class SlotLayer(CacheLayerMixin):
         window = self.window
         for cache, new in ((self.keys, key_states), (self.values, value_states)):
             if window.begin is not None:
-                cache[:, :, window.begin : window.begin + new.shape[2]] = new
+                cache[window.rows, :, window.begin : window.begin + new.shape[2]] = new
             else:
                 rows, slots = window.slots_on(cache.device)
                 cache[rows, :, slots] = new.transpose(1, 2)
@@ -129,7 +130,7 @@ class SlotLayer(CacheLayerMixin):
         return self.capacity
 
 
-class Slots(FedRows):
+class Slots:
     """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
     step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
@@ -163,7 +164,7 @@ class Slots(FedRows):
         ]
         self.layers, self._states = every[:layers], every[layers:]
         self.states = states
-        self._look_up(0, rows)
+        self._look_up()
 
     def place(
         self,
@@ -173,8 +174,10 @@ class Slots(FedRows):
         root: np.ndarray | None = None,
         *,
         counts: np.ndarray | None = None,
+        first: int = 0,
     ) -> None:
-        """The next n fed tokens go to the slots from `start`, int [B].
+        """The next pass feeds n tokens of each of the B rows from `first` on. They go to the slots
+        from `start`, int [B].
 
         counts: int [B], only the first ones of each row are fed, as a list (`RealTokens`). None:
         all.
@@ -182,15 +185,16 @@ class Slots(FedRows):
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
         window = self._window
         starts = start.tolist()
-        first, last = min(starts), max(starts)
+        least, last = min(starts), max(starts)
         window.fresh = not last
+        window.rows = slice(first, first + len(starts))
         window.real = None
         if counts is not None and (counts < n).any():
             window.real = RealTokens(counts, n, self.device)
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         ends = start + (n if window.real is None else window.real.counts)
         end = last + n if window.real is None else int(ends.max())
-        self.wrote(ends)
+        self.wrote(ends, first)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
         window.read = slice(0, window.end)
@@ -202,23 +206,23 @@ class Slots(FedRows):
         if window.real is not None:
             rows, columns = window.real.rows, window.real.columns
             slots = to_device(start[rows] + columns, self.device)
-            window.scatter(to_device(rows, self.device)[None], slots[None])
-        elif first == last:
-            window.begin = first
+            window.scatter(to_device(first + rows, self.device)[None], slots[None])
+        elif least == last:
+            window.begin = least
         else:
-            rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+            rows_B1 = torch.arange(first, first + len(start), device=self.device)[:, None]
             first_B1 = to_device(start, self.device)[:, None]
             window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
     @property
     def real(self) -> RealTokens | None:
-        """The list of tokens that was placed last. None: all tokens of all rows."""
+        """The list of tokens that was placed last. None: all tokens of the fed rows."""
         return self._window.real
 
-    def wrote(self, ends: np.ndarray | int) -> None:
-        """The fed rows may have written the slots below these, int or int [B]. What writes into the
-        layers without `place` must call it."""
-        written = self._written[self._fed]
+    def wrote(self, ends: np.ndarray, first: int = 0) -> None:
+        """The rows from `first` on may have written the slots below these, int [B]. What writes
+        into the layers without `place` must call it."""
+        written = self._written[first : first + len(ends)]
         np.maximum(written, ends, out=written)
 
     def keep_states(self, values: Sequence[Tensor]) -> None:
@@ -230,13 +234,13 @@ class Slots(FedRows):
 
     @property
     def state_slots(self) -> Tensor:
-        """[B, C, H]: the memory of the hidden states of the fed rows, the only ones that are kept,
+        """[R, C, H]: the memory of the hidden states of all rows, the only ones that are kept,
         after the first `keep_states`."""
         return self._states[0].keys[:, 0]
 
-    def kept_states(self, count: int) -> list[Tensor]:
-        """A copy of the hidden states of the first `count` tokens of each row, [B, count, H]."""
-        return [layer.keys[:, 0, :count].clone() for layer in self._states]
+    def kept_states(self, rows: slice, count: int) -> list[Tensor]:
+        """A copy of the hidden states of the first `count` tokens of these rows, [B, count, H]."""
+        return [layer.keys[rows, 0, :count].clone() for layer in self._states]
 
     def mask(
         self,
@@ -313,7 +317,7 @@ class Slots(FedRows):
             store.keep_rows(rows, self._written)
         self.rows = len(rows)
         self._written[: self.rows] = self._written[rows]
-        self._look_up(0, self.rows)
+        self._look_up()
 
     def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:
         """Append empty rows. capacity: the slots that any row needs from now on. least: allocate
@@ -323,7 +327,7 @@ class Slots(FedRows):
         self.allocated = (self.least if least else self.grown)(self.rows, capacity)
         for store in self._stores:
             store.reserve(*self.allocated, first, self._written)
-            self._look_up(0, self.rows)  # frees the old memory before more is taken
+            self._look_up()  # frees the old memory before more is taken
         self._written = np.pad(self._written[:first], (0, self.allocated[0] - first))
 
     def grown(self, rows: int, capacity: int) -> tuple[int, int]:
@@ -359,7 +363,7 @@ class Slots(FedRows):
         for layer in (*self.layers, *self._states):
             # A layer that reads the keys of another one has none.
             layer.is_initialized = self._stores[0].has(layer.number)
-        self._look_up(self._fed.start, self._fed.stop)
+        self._look_up()
 
     def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:
         """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
@@ -388,14 +392,13 @@ class Slots(FedRows):
             for store, copied in zip(self._stores, copies, strict=True):
                 store.write(rows_B1, slots_BN, copied)
 
-    def _look_up(self, first: int, end: int) -> None:
-        self._fed = slice(first, end)
+    def _look_up(self) -> None:
         capacity = self.allocated[1]
         if len(self._past) != 2 * capacity:
             self._past = torch.arange(2 * capacity, device=self.device) < capacity
-        keys, values = (store.of_rows(self._fed) for store in self._stores)
+        keys, values = (store.first_rows(self.rows) for store in self._stores)
         for layer in (*self.layers, *self._states):
-            layer.rows, layer.capacity = self._fed, capacity
+            layer.rows, layer.capacity = self.rows, capacity
             if layer.is_initialized:
                 layer.use(keys[layer.number], values[layer.number])
 

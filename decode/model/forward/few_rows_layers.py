@@ -323,7 +323,8 @@ class FewRowsPass:
             turned = rows * _step(cos, 0) + columns * cos.stride(1)
         seen = every if mask is None else rows * _step(mask, 0) + columns * mask.stride(2)
         where = np.empty((tokens, 4), dtype=np.int64)
-        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = rows, placed, seen, turned
+        first = window.rows.start
+        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
         (begins,) = (columns % TOGETHER == 0).nonzero()
         bounds = np.empty(len(begins) + 1, dtype=np.int64)
         bounds[:-1], bounds[-1] = begins, tokens
@@ -352,7 +353,8 @@ class FewRowsPass:
             made.begin_read = window.read.start
         else:
             read = window.read.contiguous()
-            made.read, made.read_text = read.data_ptr(), _step(read, 0)
+            made.read_text = read.stride(0)
+            made.read = read.data_ptr() - first * read.stride(0) * read.itemsize
             self._kept.append(read)
         chunks = -(-(made.begin_read % CHUNK + made.slots) // CHUNK)
         if chunks > 1:
