@@ -27,6 +27,7 @@ from decode.model.forward.rotations import Rotation
 MOST_TOKENS = 128
 # `CHUNK` and `TOKENS` of few_rows_attention.h.
 CHUNK, TOGETHER = 512, 4
+TOKEN = 7  # numbers of a `Token` of few_rows.cpp
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -322,8 +323,8 @@ class FewRowsPass:
         if self._real is None:
             turned = rows * _step(cos, 0) + columns * cos.stride(1)
         seen = every if mask is None else rows * _step(mask, 0) + columns * mask.stride(2)
-        where = np.empty((tokens, 4), dtype=np.int64)
-        first = window.rows.start
+        first, most = window.rows.start, int(columns.max()) + 1  # tokens of a text
+        where, own = (np.empty((tokens, x), dtype=np.int64) for x in (TOKEN, most))
         where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
         (begins,) = (columns % TOGETHER == 0).nonzero()
         bounds = np.empty(len(begins) + 1, dtype=np.int64)
@@ -346,7 +347,7 @@ class FewRowsPass:
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, mask, where, bounds
+        self._kept += cos, sin, mask, where, bounds, own
         if mask is not None:
             made.mask = mask.data_ptr()
         if isinstance(window.read, slice):
@@ -363,6 +364,9 @@ class FewRowsPass:
             made.parts = parts.data_ptr()
             self._kept.append(parts)
         made.address = ctypes.addressof(made)
+        found = few_rows.library(self._states.dtype)
+        assert found is not None
+        found.look_up(made.address, torch.from_numpy(own).data_ptr(), most)
         return made
 
 
