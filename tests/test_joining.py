@@ -322,6 +322,29 @@ def test_a_prompt_of_many_texts_is_read_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind", shortened(["chain", "tree", "ngram", "eagle1"], ["tree", "eagle1"])
+)
+def test_passes_of_the_running_rows_read_prompts(kind: str) -> None:
+    """Each pass reads 7 tokens of those that wait, while the first row runs."""
+    which = decoder(recipe(kind), sampling=SAMPLED, eos_token_ids=())
+    limits = [2 * NEW, *[NEW] * (len(PROMPTS) - 1)]
+    expected = alone(which, limits)
+    decoding = Decoding(which, PROMPTS[:1], limits[0], seed=3)
+    for row, prompt in enumerate(PROMPTS[1:], 1):
+        assert decoding.begin([prompt], NEW, row_ids=[row]) == [row]
+    while decoding.waiting:
+        for row in list(decoding.unread):
+            decoding.read(row, 0)  # those that are complete join
+        decoding.step(read=7)
+    steps = decoding.steps
+    assert decoding.reads_beside
+    assert sum(step.fed_beside for step in steps) == sum(map(len, PROMPTS[1:]))
+    assert all(step.fed_beside <= 7 for step in steps)
+    assert all(step.fed == len(step.rows) + step.drafted.sum() for step in steps)
+    assert finish(decoding) == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize(
     ("tokens", "padding", "lean", "order"),
     [
         (1, 64, True, (0, 1, 2, 3)),

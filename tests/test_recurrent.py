@@ -219,8 +219,8 @@ def test_a_drafter_reads_nothing_again_in_a_ragged_batch(monkeypatch: pytest.Mon
     again: list[int] = []
     lost = RecurrentStates.lost
 
-    def counted(states: RecurrentStates, start: np.ndarray) -> np.ndarray:
-        rows = lost(states, start)
+    def counted(states: RecurrentStates, *start: Any) -> np.ndarray:
+        rows = lost(states, *start)
         again.extend(rows.tolist())
         return rows
 

@@ -209,18 +209,14 @@ class SmallLMDrafter(VerifyingDrafter):
         if self.lm.sources is not None:
             assert contexts.sources is not None
             self.lm.encode(contexts.sources[first:], first)
-        # Only these rows: otherwise the others would feed as many tokens again.
-        part = self.read(contexts).rows_from(first)
-        begin, cached = self._begin, self._cached
-        self._begin, self._cached = begin[first:], cached[first:]
-        self.feed(part, part.lengths - 1, part.lengths < self._capacity, first)
-        self._begin, self._cached = begin, np.concatenate([cached[:first], self._cached])
+        text = self.read(contexts)
+        joins = np.arange(len(text.lengths)) >= first  # the others feed nothing
+        ends = np.where(joins, text.lengths - 1, self._cached)
+        self.feed(text, ends, joins & (text.lengths < self._capacity))
 
-    def feed(
-        self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray, first: int = 0
-    ) -> Tensor | None:
+    def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as read, as far as the cache lacks
-        them, for the rows that draft (`drafting`, bool [B]). first: the row of the first text.
+        them, for the rows that draft (`drafting`, bool [B]).
 
         Returns the logits after the last of these tokens, [B, V'], valid in the rows that draft;
         None if they lack nothing."""
@@ -228,7 +224,7 @@ class SmallLMDrafter(VerifyingDrafter):
         if missing is None:
             return None
         ids, start, counts = missing
-        return self.lm.read(to_device(ids, self.lm.device), start, counts, first)[:, 0]
+        return self.lm.read(to_device(ids, self.lm.device), start, counts)[:, 0]
 
     def missing(self, ends: np.ndarray, drafting: np.ndarray) -> np.ndarray:
         """int [B]: how many of the first `ends` (int [B]) tokens of each text to feed: all that the
@@ -249,8 +245,9 @@ class SmallLMDrafter(VerifyingDrafter):
         if not lacking:
             return None
         tokens, known = contexts.tokens, np.clip(self._cached - self._begin, 0, ends - self._begin)
-        # The padding needs slots too. Without them a row feeds tokens again.
-        start = np.minimum(known, tokens.shape[1] - lacking - behind)
+        start = known
+        if self.lm.pads:  # padding needs slots too; without them a row feeds tokens again
+            start = np.minimum(known, tokens.shape[1] - lacking - behind)
         counts = np.minimum(known + missing - start, lacking)
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)

@@ -44,9 +44,9 @@ class PartLM(CachedLM):
         self.forward_pass = lm.forward_pass
         self.omitted = np.zeros(0, dtype=np.int64)
 
-    def forward(self, ids_BN: Tensor, start: np.ndarray, **options: Any) -> Tensor:
+    def _feed(self, ids_BN: Tensor, start: np.ndarray, *more: Any) -> Any:
         """See `CachedLM.forward`. start: int [B], the slots in the target."""
-        return super().forward(ids_BN, start - self.omitted, **options)
+        return super()._feed(ids_BN, start - self.omitted, *more)
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         omitted_B1 = to_device(self.omitted, self.device)[:, None]

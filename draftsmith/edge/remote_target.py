@@ -164,7 +164,7 @@ class RemoteLM(CachedLM):
         """The server reads the prompts."""
         return torch.zeros(len(ids_BN), 1, 1)
 
-    def verify(self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None) -> Tensor:
+    def verify(self, contexts: Contexts, draft: Draft, *_: Any, **__: Any) -> Tensor:
         """Send the drafts of all rows, and wait for all verdicts. Returns zeros [B, N+1, 1]."""
         tokens = draft.tokens.tolist()
         self.fed = len(tokens) + int(draft.sizes.sum())

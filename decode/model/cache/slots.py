@@ -226,10 +226,9 @@ class Slots:
         np.maximum(written, ends, out=written)
 
     def keep_states(self, values: Sequence[Tensor]) -> None:
-        """Keep hidden states of the placed tokens, [B, n, H] each, in the slots of their keys."""
-        real = self._window.real
+        """Keep hidden states of the placed tokens, [B, n, H] or [1, T, H] each, in the slots of
+        their keys."""
         for layer, states in zip(self._states, values, strict=True):
-            states = states if real is None else real.flat(states)
             layer.write(states[:, None], states[:, None, :, :0])
 
     @property
@@ -250,8 +249,8 @@ class Slots:
         sliding: SlidingWindow | None = None,
         depth_BN: Tensor | None = None,
     ) -> Tensor | None:
-        """The slots that each placed token may see, bool [B, 1, n, S]. None if plain causal
-        attention is enough.
+        """The slots that each placed token may see, bool [B, 1, n, S], or [1, 1, T, S] of a list.
+        None if plain causal attention is enough.
 
         base_B1: the first slot of the tree; every token sees all slots below it. ancestors_BNM: for
         a tree of m nodes with the last n of them fed, the nodes that each fed node may see. None: a
@@ -270,20 +269,30 @@ class Slots:
                 seen = self._past[first + slots.start : first + slots.stop]
                 return seen.expand(base_B1.shape[0], 1, 1, -1)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
-        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        rows, real = base_B1.shape[0], self._window.real
         if ancestors_BNM is None:
             depth_BN = torch.arange(n, device=self.device)[None]
-            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
         else:
             depth_BN = ancestors_BNM.sum(2) - 1 if depth_BN is None else depth_BN
+            ancestors_BNM = ancestors_BNM.expand(rows, -1, -1)
+        if real is not None:  # each token of the list is a row of one token
+            base_B1 = real.flat(base_B1.expand(-1, n)).T
+            depth_BN = real.flat(depth_BN.expand(rows, -1)).T
+            slots = slots if slots.ndim == 1 else real.flat(slots[:, None].expand(-1, n, -1))[0]
+            if ancestors_BNM is not None:
+                ancestors_BNM = real.flat(ancestors_BNM).transpose(0, 1)
+        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        if ancestors_BNM is None:
+            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
+        else:
             if sliding is not None and not inside_window:
                 # An ancestor is as far away as there are ancestors from it on.
                 distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
                 ancestors_BNM = ancestors_BNM & (distance <= sliding.size)
-            nodes = ancestors_BNM.shape[2]
+            _, fed, nodes = ancestors_BNM.shape
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
-            column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
-            visible = ancestors_BNM.expand(base_B1.shape[0], -1, -1).gather(2, column_B1S)
+            column_BNS = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, fed, -1)
+            visible = ancestors_BNM.gather(2, column_BNS)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
         if sliding is not None and not inside_window:
             positions_BN1 = (base_B1 + depth_BN)[:, :, None]
@@ -291,7 +300,7 @@ class Slots:
             if ancestors_BNM is not None:  # the slots of the tree are limited already
                 near = near | (offset_BS >= 0)[:, None, :]
             seen = seen & near
-        return seen[:, None]
+        return seen[:, None] if real is None else seen.transpose(0, 1)[None]
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """Keep a path of the last forward: column `columns_BM[b, m]`, int64 [B, M], moves to slot

@@ -196,7 +196,9 @@ class FewRowsPass:
     ) -> bool:
         """Whether a pass over these states can be run so. The arguments are those of the class, and
         what its layers get."""
-        tokens, dtype = states.shape[1] if real is None else real.width, states.dtype
+        tokens, dtype = states.shape[1], states.dtype
+        if real is not None:
+            tokens = int(real.counts.max())
         return (
             tokens <= MOST_TOKENS
             and {rotation.cos.dtype for rotation in rotations} <= {dtype}
@@ -319,10 +321,10 @@ class FewRowsPass:
         if window.begin is None:
             placed = window.slots_on(slots.keys.device)[1].flatten().numpy()
         every = np.arange(tokens)
-        turned = every * cos.stride(1)
-        if self._real is None:
-            turned = rows * _step(cos, 0) + columns * cos.stride(1)
-        seen = every if mask is None else rows * _step(mask, 0) + columns * mask.stride(2)
+        # Where the rotation and the mask of each token begin: those of a list are one row.
+        row, column = (rows, columns) if self._real is None else (0, every)
+        turned = row * _step(cos, 0) + column * cos.stride(1)
+        seen = every if mask is None else row * _step(mask, 0) + column * mask.stride(2)
         first, most = window.rows.start, int(columns.max()) + 1  # tokens of a text
         where, own = (np.empty((tokens, x), dtype=np.int64) for x in (TOKEN, most))
         where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
