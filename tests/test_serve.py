@@ -305,9 +305,9 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
         assert memory[0] == 3
         step, steps = decoding.step, []
 
-        def counted() -> None:
+        def counted(*arguments: Any) -> None:
             steps.append((len(decoding.rows), len(decoding.waiting)))
-            step()
+            step(*arguments)
 
         decoding.step = counted
         held = Held(running)
