@@ -21,7 +21,7 @@ from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.pass_size import pads_little
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.features import Features

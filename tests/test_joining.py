@@ -21,7 +21,7 @@ from decode.lengths import POLICIES
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings, compacted
 from decode.model import memory
-from decode.model.cache import fed_rows
+from decode.model.cache import pass_size
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward.prepare_model import prepare
@@ -207,7 +207,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
 
 @pytest.mark.parametrize("kind", shortened(["tree", "eagle1", "dflash"], ["eagle1"]))
 def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fed_rows, "PADDING", 1 << 20)
+    monkeypatch.setattr(pass_size, "PADDING", 1 << 20)
     texts, widths, widths_of_heads = [], [], []
     by_itself = alone(decoder(recipe(kind), sampling=GREEDY), LIMITS)
     for tokens in (1, 60, 1 << 20):
@@ -359,8 +359,8 @@ def test_passes_give_the_logits_and_states_of_one(
     tokens: int, padding: int, lean: bool, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged rows, which begin at different slots."""
-    monkeypatch.setattr(fed_rows, "PADDING", padding)
-    monkeypatch.setattr(fed_rows, "ROW_PADDING", padding // 4)
+    monkeypatch.setattr(pass_size, "PADDING", padding)
+    monkeypatch.setattr(pass_size, "ROW_PADDING", padding // 4)
     model = tiny_model("llama")
     prepare(model, lean=lean)
     one, other = (
@@ -409,7 +409,7 @@ def test_a_short_prompt_is_not_padded_to_a_long_one(place: int, lean: bool) -> N
 def test_rows_that_read_their_drafts_are_fed_together() -> None:
     """After a step each of 100 rows has 1 to 5 tokens to read. That is one pass, not five, also
     where it is padded."""
-    assert fed_rows.pads_little(np.arange(100) % 5 + 1, 5)
+    assert pass_size.pads_little(np.arange(100) % 5 + 1, 5)
 
 
 def test_heads_read_prompts_of_different_lengths_apart(monkeypatch: pytest.MonkeyPatch) -> None:

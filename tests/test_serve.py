@@ -455,7 +455,7 @@ def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
         batcher: Any = running.batcher
         held = Held(running)
         broken = begin(client)
-        batcher._decoding.step = lambda: 1 / 0
+        batcher._decoding.step = lambda *_: 1 / 0
         held.release()
         *_, last = events(broken.iter_lines())
         assert "division" in last["error"]["message"]

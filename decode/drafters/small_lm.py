@@ -21,7 +21,7 @@ from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.fed_rows import ROW_PADDING
+from decode.model.cache.pass_size import ROW_PADDING
 from decode.model.cache.requirements import require_trees
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.low_rank import LowRank, adapted

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.fed_rows import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
 from decode.model.cache.long_read import LongRead, Part
+from decode.model.cache.pass_size import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
 from decode.model.cache.real_tokens import Listed, RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
@@ -365,7 +365,7 @@ class CachedLM(CachedRows):
         return scored_heads(self.model)
 
     def pass_limit(self, slots: int) -> int:
-        """See `fed_rows.pass_limit`."""
+        """See `pass_size.pass_limit`."""
         return pass_limit(slots, self._scored, self.pass_tokens)
 
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:

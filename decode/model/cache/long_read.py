@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from decode.base.device import to_device
-from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.pass_size import pads_little
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from decode.model.cache.fed_rows import MASK_SIZE
+from decode.model.cache.pass_size import MASK_SIZE
 from decode.model.cache.slots import SlotLayer
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
