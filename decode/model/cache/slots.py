@@ -54,11 +54,10 @@ class _Window:
 
     def taken(self, cache: Tensor) -> Tensor:
         """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [R, H, C, D]."""
-        cache = cache[self.rows]
         if isinstance(self.read, slice):
-            return cache[:, :, self.read]
-        slots = self.read.to(cache.device)
-        rows_B1 = torch.arange(len(slots), device=cache.device)[:, None]
+            return cache[self.rows, :, self.read]
+        slots, rows = self.read.to(cache.device), self.rows
+        rows_B1 = torch.arange(rows.start, rows.stop, device=cache.device)[:, None]
         return cache[rows_B1, :, slots].transpose(1, 2)
 
     def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
