@@ -24,7 +24,7 @@ class Outcome:
     emitted: int [B], how many tokens of the block the text gets. ended: bool [B], whether it ends.
     broken: bool [B], the rows that fail: their logits are not finite, or their stop raised. They
     get nothing and end. waits: bool [B], the rows that sit the pass out: they get nothing and go
-    on. Their logits do not matter. None: no row. failed: the errors of the stops, by row.
+    on. Their logits do not matter. failed: the errors of the stops, by row.
     """
 
     accepted: np.ndarray
@@ -32,7 +32,7 @@ class Outcome:
     emitted: np.ndarray
     ended: np.ndarray
     broken: np.ndarray
-    waits: np.ndarray | None = None
+    waits: np.ndarray
     failed: dict[int, Exception] = field(default_factory=dict)
 
     @classmethod
@@ -44,16 +44,14 @@ class Outcome:
         eos: np.ndarray,
         ignore_eos: np.ndarray,
         stops: Sequence[Stop | None] = (),
-        waits: np.ndarray | None = None,
         stop_ids: np.ndarray | None = None,
     ) -> "Outcome":
         """A text ends inside the block after one of the ids `eos`, int64 [n], except in the rows
         `ignore_eos`, bool [B], after one of its `stop_ids`, int64 [B, n'], where the row's stop
-        says so, or with its last token of `room`, int [B]. rows: int [B], the numbers by which a
-        stop knows them."""
-        block, broken = verdict.block, verdict.broken
-        if waits is not None:
-            broken = broken & ~waits
+        says so, or with its last token of `room`, int [B]; 0: it sits the pass out. rows: int
+        [B], the numbers by which a stop knows them."""
+        block, waits = verdict.block, room == 0
+        broken = verdict.broken & ~waits
         emitted = np.minimum(np.minimum(verdict.accepted + 1, block.shape[1]), room)
         emitted = np.where(broken, 0, emitted)
         inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
@@ -63,9 +61,7 @@ class Outcome:
         is_eos &= inside
         ended = is_eos.any(1)
         emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
-        ended = ended | (emitted == room) | broken
-        if waits is not None:
-            emitted, ended = np.where(waits, 0, emitted), ended & ~waits
+        ended = ended | ((emitted == room) & ~waits) | broken
         failed: dict[int, Exception] = {}
         for index, stop in enumerate(stops):
             if stop is None or not emitted[index]:
@@ -113,8 +109,8 @@ class Verification(Outcome, Verdict):
     number: the number of the pass. 0 is the prefill: the verification of an empty draft.
     depths: int [B], the max depth allowed for each draft. drafted: int [B], nodes drafted.
         nodes_by_depth: int [B, D'], how many of them at depth 1, 2, ….
-    fed: tokens that the target computed, of all rows, with
-        padding where its forward pads. draft_steps: how deep the drafter
+    fed: tokens that the target computed, of all rows, with padding where its forward pads.
+        fed_beside: those of prompts that the same pass read. draft_steps: how deep the drafter
         went. A small language model takes this number of passes; other drafters may take fewer.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
         previous_features: those of the pass before. They end with the text's second-to-last token,
@@ -134,6 +130,7 @@ class Verification(Outcome, Verdict):
     drafted: np.ndarray
     nodes_by_depth: np.ndarray
     fed: int
+    fed_beside: int
     draft_steps: int
     features: Features | None
     previous_features: Features | None
@@ -152,6 +149,7 @@ class Verification(Outcome, Verdict):
         number: int = 0,
         depths: np.ndarray | None = None,
         fed: int | None = None,
+        fed_beside: int = 0,
         features: Features | None = None,
         previous_features: Features | None = None,
         seconds: Seconds | None = None,
@@ -173,6 +171,7 @@ class Verification(Outcome, Verdict):
             drafted=draft.sizes,
             nodes_by_depth=by_depth,
             fed=len(rows) + int(draft.sizes.sum()) if fed is None else fed,
+            fed_beside=fed_beside,
             draft_steps=max([int(by_depth.any(0).sum()), *looked]),
             features=features,
             previous_features=previous_features,
@@ -192,7 +191,9 @@ class Verification(Outcome, Verdict):
         their texts."""
         verdict = Verdict.without_draft(len(rows), device)
         zeros, no = verdict.accepted, verdict.broken
-        outcome = Outcome(accepted=zeros, reached=zeros, emitted=zeros, ended=no, broken=no)
+        outcome = Outcome(
+            accepted=zeros, reached=zeros, emitted=zeros, ended=no, broken=no, waits=no
+        )
         return cls.of(verdict, outcome, contexts, rows=rows, features=features)
 
     @property

@@ -21,13 +21,14 @@ from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.pass_size import pads_little
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.features import Features
 from decode.model.forward.attention_mask import AttentionMask, SlotAttention
 from decode.model.forward.low_rank import LowRank, adapted
 from decode.model.loading import DTYPES, Target
+from decode.model.pretrained import replaced
 from decode.shapes import Growth, Shape
 from decode.verification import Verification
 from heads.attending_heads import AttendingHeads
@@ -178,6 +179,7 @@ class AttendingDrafter(HeadsDrafter):
     per_row = MappingProxyType(HeadsDrafter.per_row | {"stored_features": 0, "cached_entries": 0})
     stored_features: np.ndarray  # [B]: tokens with stored features
     cached_entries: np.ndarray  # [B]: entries in the cache
+    _first = 0  # the first of the rows that the layer reads
     heads: AttendingHeads
 
     def attach(self, lm: CachedLM) -> None:
@@ -240,9 +242,8 @@ class AttendingDrafter(HeadsDrafter):
 
     def _keep(self, states: Tensor, stored: np.ndarray, first: int) -> None:
         """Store the input states of the next entries, [B', n, H], of the rows from `first` on."""
-        with self._inputs.only(first, first + len(stored)):
-            self._inputs.place(stored, states.shape[1])
-            self._inputs.keep_states([states])
+        self._inputs.place(stored, states.shape[1], first=first)
+        self._inputs.keep_states([states])
 
     def with_window(self, window: SlidingWindow) -> Self:
         heads = copy.copy(self.heads)  # shares all weights
@@ -336,8 +337,8 @@ class AttendingDrafter(HeadsDrafter):
         first = columns[:, 0] if columns.shape[1] else entries[rows]
         if not columns.shape[1]:
             return states, first
-        with self.slots.only(rows.start, rows.stop):
-            own = contexts.rows_from(rows.start, rows.stop)
+        own = contexts.rows_from(rows.start, rows.stop)
+        with replaced(self, "_first", rows.start):
             return self.layer(own, columns, states), first
 
     def take_missing(
@@ -398,7 +399,7 @@ class AttendingDrafter(HeadsDrafter):
         Returns the slot of the root, or else the first slot, int64 [B, 1]. root: as for
         `attentions`. window: what attention gets; None: all slots. counts: as for `Slots.place`.
         """
-        self.slots.place(start, count, window, root, counts=counts)
+        self.slots.place(start, count, window, root, counts=counts, first=self._first)
         return to_device(start if root is None else root, self.device)[:, None]
 
     def keep_rows(self, rows: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decode.model import memory
-from decode.model.cache import fed_rows
+from decode.model.cache import pass_size
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import round_up_slots
 from decode.model.forward import attention_mask
@@ -124,7 +124,7 @@ def test_scores_are_counted_where_no_kernel_makes_a_few_at_a_time(
     whole.reset(2, 128)
     expected = whole.forward(ids, start, columns=counts[:, None] - 1)
     lm.reset(2, 128)
-    monkeypatch.setattr(fed_rows, "SCORES", 4 * 100 * 40)
+    monkeypatch.setattr(pass_size, "SCORES", 4 * 100 * 40)
     with torch.inference_mode(), Largest() as largest:
         logits = lm.read(ids, start, counts)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
@@ -148,8 +148,8 @@ def test_which_models_promise_bits() -> None:
 def test_masks_stay_small_in_long_texts(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes over a long prompt get shorter, so that no mask passes a limit; the logits are
     those of one pass."""
-    monkeypatch.setattr(fed_rows, "MASK_SIZE", 2400)
-    monkeypatch.setattr(fed_rows, "SHORT_PASS_TOKENS", 8)
+    monkeypatch.setattr(pass_size, "MASK_SIZE", 2400)
+    monkeypatch.setattr(pass_size, "SHORT_PASS_TOKENS", 8)
     monkeypatch.setattr(attention_mask, "SHORT_FEED", 5)
     model = tiny_model("llama", heads=4, kv_heads=2)
     prepare(model, lean=lean)

@@ -292,8 +292,9 @@ def test_in_a_long_text_a_token_has_the_bits_that_it_has_alone(
     starts = np.array([CHUNK * 2 + 30, 20])
 
     def fed(rows: slice, first: int, end: int) -> torch.Tensor:
-        with torch.inference_mode(), lm.only(rows.start, rows.stop):
-            return lm.forward(ids[rows, first:end], starts[rows] + first)
+        with torch.inference_mode():
+            start = starts[rows] + first
+            return lm.forward(ids[rows, first:end], start, first=rows.start)
 
     lm.reset(2, 1600)
     fed(slice(0, 2), 0, 6)
@@ -337,9 +338,8 @@ def test_a_node_of_a_tree_has_the_bits_of_its_branch_as_a_chain(
         tree = lm.forward(ids, starts, depth_BN=sees.sum(2) - 1, ancestors_BNM=sees)
         for row, node in itertools.product(range(2), range(nodes)):
             branch = ids[row, sees[row, node]]
-            with lm.only(row, row + 1):
-                for depth, token in enumerate(branch):
-                    alone = lm.forward(token[None, None], starts[row : row + 1] + depth)
+            for depth, token in enumerate(branch):
+                alone = lm.forward(token[None, None], starts[row : row + 1] + depth, first=row)
             assert torch.equal(alone[0, 0], tree[row, node]), (row, node)
 
 

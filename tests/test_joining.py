@@ -21,7 +21,7 @@ from decode.lengths import POLICIES
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings, compacted
 from decode.model import memory
-from decode.model.cache import fed_rows
+from decode.model.cache import pass_size
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward.prepare_model import prepare
@@ -190,10 +190,9 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     assert slots.layers[1].values.shape[0] == 4
     assert slots.layers[1].values.shape[2] >= 20
     assert slots.layers[1].values[0, :, :8].isnan().all()
-    with slots.only(2, 4), slots.only(1, 2):
-        slots.place(np.zeros(1, dtype=np.int64), 1)
-        for layer in slots.layers:
-            layer.update(*torch.ones(2, 1, 1, 1, 4))
+    slots.place(np.zeros(1, dtype=np.int64), 1, first=3)
+    for layer in slots.layers:
+        layer.update(*torch.ones(2, 1, 1, 1, 4))
     assert [bool(row.any()) for row in slots.layers[0].keys[1:]] == [False, False, True]
     # Where memory is short, rows that nobody uses go.
     slots.keep_rows(np.array([3, 1]))
@@ -208,7 +207,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
 
 @pytest.mark.parametrize("kind", shortened(["tree", "eagle1", "dflash"], ["eagle1"]))
 def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fed_rows, "PADDING", 1 << 20)
+    monkeypatch.setattr(pass_size, "PADDING", 1 << 20)
     texts, widths, widths_of_heads = [], [], []
     by_itself = alone(decoder(recipe(kind), sampling=GREEDY), LIMITS)
     for tokens in (1, 60, 1 << 20):
@@ -323,6 +322,29 @@ def test_a_prompt_of_many_texts_is_read_once(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind", shortened(["chain", "tree", "ngram", "eagle1"], ["tree", "eagle1"])
+)
+def test_passes_of_the_running_rows_read_prompts(kind: str) -> None:
+    """Each pass reads 7 tokens of those that wait, while the first row runs."""
+    which = decoder(recipe(kind), sampling=SAMPLED, eos_token_ids=())
+    limits = [2 * NEW, *[NEW] * (len(PROMPTS) - 1)]
+    expected = alone(which, limits)
+    decoding = Decoding(which, PROMPTS[:1], limits[0], seed=3)
+    for row, prompt in enumerate(PROMPTS[1:], 1):
+        assert decoding.begin([prompt], NEW, row_ids=[row]) == [row]
+    while decoding.waiting:
+        for row in list(decoding.unread):
+            decoding.read(row, 0)  # those that are complete join
+        decoding.step(read=7)
+    steps = decoding.steps
+    assert decoding.reads_beside
+    assert sum(step.fed_beside for step in steps) == sum(map(len, PROMPTS[1:]))
+    assert all(step.fed_beside <= 7 for step in steps)
+    assert all(step.fed == len(step.rows) + step.drafted.sum() for step in steps)
+    assert finish(decoding) == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize(
     ("tokens", "padding", "lean", "order"),
     [
         (1, 64, True, (0, 1, 2, 3)),
@@ -337,8 +359,8 @@ def test_passes_give_the_logits_and_states_of_one(
     tokens: int, padding: int, lean: bool, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged rows, which begin at different slots."""
-    monkeypatch.setattr(fed_rows, "PADDING", padding)
-    monkeypatch.setattr(fed_rows, "ROW_PADDING", padding // 4)
+    monkeypatch.setattr(pass_size, "PADDING", padding)
+    monkeypatch.setattr(pass_size, "ROW_PADDING", padding // 4)
     model = tiny_model("llama")
     prepare(model, lean=lean)
     one, other = (
@@ -387,7 +409,7 @@ def test_a_short_prompt_is_not_padded_to_a_long_one(place: int, lean: bool) -> N
 def test_rows_that_read_their_drafts_are_fed_together() -> None:
     """After a step each of 100 rows has 1 to 5 tokens to read. That is one pass, not five, also
     where it is padded."""
-    assert fed_rows.pads_little(np.arange(100) % 5 + 1, 5)
+    assert pass_size.pads_little(np.arange(100) % 5 + 1, 5)
 
 
 def test_heads_read_prompts_of_different_lengths_apart(monkeypatch: pytest.MonkeyPatch) -> None:

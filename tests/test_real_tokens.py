@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS
 from decode.draw.mixed_sampling import combined
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.long_read import LongRead
 from decode.model.cache.real_tokens import Listed, RealTokens
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
@@ -39,7 +41,8 @@ def test_a_list_of_tokens_and_its_padding() -> None:
     assert real.flat(x).tolist() == [[3, 4, 6, 7, 8]]
     padded = real.padded(real.flat(x))
     assert padded[1:3].tolist() == [[3, 4, 4], [6, 7, 8]]
-    assert real.padded(real.flat(x), torch.tensor([[0], [1], [2], [0]]))[1:3].tolist() == [[4], [8]]
+    places = real.places(torch.tensor([[0], [1], [2], [0]]))[1:3]
+    assert real.flat(x)[0, places].tolist() == [[4], [8]]
 
 
 def seen(lm: CachedLM, tree: bool, rows: slice, **more: Any) -> tuple[Tensor, Tensor]:
@@ -56,8 +59,7 @@ def seen(lm: CachedLM, tree: bool, rows: slice, **more: Any) -> tuple[Tensor, Te
             more["ancestors_BNM"][:, :5, :5] = SEES
             more["ancestors_BNM"] = more["ancestors_BNM"][rows, : ids.shape[1]]
             more["depth_BN"] = more["ancestors_BNM"].sum(2) - 1
-        with lm.only(rows.start, rows.stop):
-            logits = lm.forward(ids[rows], STARTS[rows], **more)
+        logits = lm.forward(ids[rows], STARTS[rows], first=rows.start, **more)
     return logits, lm.features[FINAL]
 
 
@@ -98,11 +100,59 @@ def test_a_row_gets_what_it_gets_alone(
             for mine, yours in ((together, alone), (states, its_states)):
                 torch.testing.assert_close(mine[row, :count], yours[0, :count])
             torch.testing.assert_close(picked[row, 0], alone[0, count - 1])
-            with torch.inference_mode(), lm.only(row, row + 1):
-                its_after = lm.forward(torch.full((1, 1), 5), (STARTS + COUNTS)[part])
+            with torch.inference_mode():
+                its_after = lm.forward(torch.full((1, 1), 5), (STARTS + COUNTS)[part], first=row)
             torch.testing.assert_close(after[row], its_after[0])
             if in_cpp and forward._few_rows:
                 assert torch.equal(together[row, :count], alone[0, :count])
+    finally:
+        forward.refresh()
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_a_pass_with_parts_of_prompts_gives_what_each_gets_alone(
+    tree: bool, in_cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows with drafts; a prompt of 40 tokens is read behind them, and then one of 3."""
+    model = tiny_model("llama", hidden=64, heads=2, kv_heads=1, layers=3, seed=3)
+    lm = CachedLM(model, captured_layers=(FINAL,))
+    forward = lm.forward_pass
+    assert isinstance(forward, LeanForward)
+    if not in_cpp:
+        for layer in forward.layers:
+            monkeypatch.setattr(layer, "few_rows", None)
+        forward.refresh()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (4, 40), generator=generator)
+    contexts = Contexts.of(ids[:2, :9].tolist(), 48)
+    parents = torch.tensor([[-1, -1, 0, 1]] * 2) if tree else None
+    draft = Draft(ids[:2, 10:14], np.array([4, 2]), parents=parents)
+
+    def verified(*sizes: int) -> list[Tensor]:
+        """Logits and states of the drafts, and of two prompts, if parts of these sizes are read."""
+        lm.reset(4, 64)
+        counts = np.array([40, 3])
+        read = LongRead(ids[2:], np.zeros(2, dtype=np.int64), counts, pads=False)
+        with torch.inference_mode():
+            lm.read(ids[:2, :8], np.zeros(2, dtype=np.int64), np.array([8, 8]))
+            for size in sizes or (0,):
+                parts = [read.part(size, 2)] if size else []
+                found = lm.verify(contexts, draft, beside=parts)
+                assert lm.fed == 8 + sum(int(part.counts.sum()) for part in parts)
+            drafts = [found.values[0], lm.features[FINAL][0], lm.features[FINAL][1, :3]]
+            while read.left:
+                lm.read_on(read, 1 << 20, 2)
+        return [*drafts, read.logits, read.features()[FINAL][0], read.features()[FINAL][1, :3]]
+
+    try:
+        expected = verified()
+        for sizes in ((80,), (7, 20), (2, 2, 2)):
+            every = zip(verified(*sizes), expected, strict=True)
+            for number, (mine, yours) in enumerate(every):
+                torch.testing.assert_close(mine, yours, atol=1e-4, rtol=1e-4)
+                if in_cpp and forward._few_rows and number < 3:
+                    assert torch.equal(mine, yours)
     finally:
         forward.refresh()
 

@@ -219,8 +219,8 @@ def test_a_drafter_reads_nothing_again_in_a_ragged_batch(monkeypatch: pytest.Mon
     again: list[int] = []
     lost = RecurrentStates.lost
 
-    def counted(states: RecurrentStates, start: np.ndarray) -> np.ndarray:
-        rows = lost(states, start)
+    def counted(states: RecurrentStates, *start: Any) -> np.ndarray:
+        rows = lost(states, *start)
         again.extend(rows.tolist())
         return rows
 
@@ -333,14 +333,13 @@ def test_any_slot_can_be_the_next() -> None:
         start = np.maximum(np.minimum(start, 100), 0)
         ids = torch.as_tensor(rng.integers(3, 40, (len(rows), n)))
         counts = np.full(len(rows), n)
-        with lm.only(first, end):
-            assert lm.states is not None
-            again += len(lm.states.lost(start))
-            if rng.random() < 0.5:
-                counts = rng.integers(1, n + 1, len(rows))
-                logits = lm.read(ids, start, counts)
-            else:
-                logits = lm.forward(ids, start)[:, -1:]
+        assert lm.states is not None
+        again += len(lm.states.lost(start, first))
+        if rng.random() < 0.5:
+            counts = rng.integers(1, n + 1, len(rows))
+            logits = lm.read(ids, start, counts, first)
+        else:
+            logits = lm.forward(ids, start, first=first)[:, -1:]
         for row, (at, count) in enumerate(zip(start.tolist(), counts.tolist(), strict=True)):
             text = texts[first + row] = rows[row][:at] + ids[row, :count].tolist()
             one = lm.model(torch.tensor([text]), output_hidden_states=True)
@@ -413,7 +412,8 @@ REPLAY = RecurrentStates._replay
 
 
 def first_path(states: RecurrentStates, start: np.ndarray, *path: np.ndarray) -> None:
-    states._logged[states._fed] = start - states._base[states._fed] + path[1]
+    rows = slice(len(start))
+    states._logged[rows] = start - states._base[rows] + path[1]
 
 
 @pytest.mark.parametrize(

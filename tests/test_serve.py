@@ -305,9 +305,9 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
         assert memory[0] == 3
         step, steps = decoding.step, []
 
-        def counted() -> None:
+        def counted(*arguments: Any) -> None:
             steps.append((len(decoding.rows), len(decoding.waiting)))
-            step()
+            step(*arguments)
 
         decoding.step = counted
         held = Held(running)
@@ -455,7 +455,7 @@ def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
         batcher: Any = running.batcher
         held = Held(running)
         broken = begin(client)
-        batcher._decoding.step = lambda: 1 / 0
+        batcher._decoding.step = lambda *_: 1 / 0
         held.release()
         *_, last = events(broken.iter_lines())
         assert "division" in last["error"]["message"]

@@ -140,10 +140,9 @@ def test_a_row_takes_memory_for_what_it_has_written() -> None:
     slots = Slots(layers, 8, long, torch.device("cpu"))
     lengths = np.array([long] + [short] * 7)
     for row, length in enumerate(lengths):
-        with slots.only(row, row + 1):
-            slots.place(np.zeros(1, dtype=np.int64), int(length))
-            for layer in slots.layers:
-                layer.update(*torch.full((2, 1, heads, int(length), size), float(row + 1)))
+        slots.place(np.zeros(1, dtype=np.int64), int(length), first=row)
+        for layer in slots.layers:
+            layer.update(*torch.full((2, 1, heads, int(length), size), float(row + 1)))
     held = sum(lengths[:-1]) * layers * heads * size * 4 * 2
     slots.keep_rows(np.array([0, 7, 2, 3, 4, 5, 6]))
     slots.add_rows(1, 2 * long)

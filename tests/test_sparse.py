@@ -119,7 +119,9 @@ class Checked(SparseDrafter):
         assert self._target is not None
         pairs = zip(self.lm.slots.layers, self._target.slots.layers, strict=True)
         for layer, (own, full) in enumerate(pairs):
-            for row, head in itertools.product(range(len(full.keys)), range(full.keys.shape[1])):
+            for row, head in itertools.product(
+                range(len(contexts.lengths)), range(full.keys.shape[1])
+            ):
                 query, scale = self.recorded[row][layer]
                 turn, group = int(self._turn[row]), len(query) // full.keys.shape[1]
                 count = max(turn - FEW["recent"] - FEW["sinks"], 0) // FEW["chunk"]

@@ -401,14 +401,14 @@ def finish(decoding: Decoding) -> dict[int, list[int]]:
 
 def tokens_fed(lm: Any) -> list[int]:
     """How many tokens each pass of a model feeds from now on, over all rows."""
-    forward, fed = lm.forward, []
+    feed, fed = lm._feed, []
 
-    def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        logits: torch.Tensor = forward(ids, *args, **more)
+    def counted(*args: Any, **more: Any) -> Any:
+        found = feed(*args, **more)
         fed.append(lm.fed)
-        return logits
+        return found
 
-    lm.forward = counted
+    lm._feed = counted
     return fed
 
 

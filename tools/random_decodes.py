@@ -54,15 +54,26 @@ def one_decode(kind: str, random: np.random.Generator) -> tuple[str, int, int]:
     plain = decoder(NoDrafter(), case, eos_token_ids=options["eos_token_ids"])
     expected = plain.decode(prompts, max(limits)).outputs
     decoding = Decoding(decoder(drafter, case, gamma=gamma, policy=policy, **options))
+    # How many tokens of prompts a pass of the running rows reads; 0: prompts are read apart.
+    beside = int(random.integers(2) * random.integers(1, 2 * LONGEST_PROMPT))
     for prompt, limit in zip(prompts, limits, strict=True):
-        decoding.admit([prompt], limit)
+        decoding.begin([prompt], limit)
         for _ in range(random.integers(3)):
-            if not decoding.finished:
-                decoding.step()
+            step(decoding, beside)
+    while decoding.waiting:
+        step(decoding, beside)
     finish(decoding)
     drawn = f"{kind}, {name}, {policy}, gamma {gamma}, {rows} rows"
     pairs = zip(decoding.result().outputs, expected, limits, strict=True)
     return drawn, rows, sum(text != whole[:limit] for text, whole, limit in pairs)
+
+
+def step(decoding: Decoding, beside: int) -> None:
+    """A step, in which the rows that wait join, or are read."""
+    for row in decoding.unread:
+        decoding.read(row, 0 if beside and decoding.reads_beside else None)
+    if not decoding.finished:
+        decoding.step(None, beside)
 
 
 def main(texts: int = 10_000, seed: int = 0) -> int:

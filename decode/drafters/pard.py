@@ -13,7 +13,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
-from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.pass_size import pads_little
 from decode.model.loading import Target
 from decode.shapes import Growth, Shape
 

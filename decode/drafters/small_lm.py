@@ -21,7 +21,7 @@ from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.fed_rows import ROW_PADDING
+from decode.model.cache.pass_size import ROW_PADDING
 from decode.model.cache.requirements import require_trees
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.low_rank import LowRank, adapted
@@ -209,13 +209,10 @@ class SmallLMDrafter(VerifyingDrafter):
         if self.lm.sources is not None:
             assert contexts.sources is not None
             self.lm.encode(contexts.sources[first:], first)
-        # Only these rows: otherwise the others would feed as many tokens again.
-        part = self.read(contexts).rows_from(first)
-        begin, cached = self._begin, self._cached
-        self._begin, self._cached = begin[first:], cached[first:]
-        with self.lm.only(first, len(contexts.lengths)):
-            self.feed(part, part.lengths - 1, drafting=part.lengths < self._capacity)
-        self._begin, self._cached = begin, np.concatenate([cached[:first], self._cached])
+        text = self.read(contexts)
+        joins = np.arange(len(text.lengths)) >= first  # the others feed nothing
+        ends = np.where(joins, text.lengths - 1, self._cached)
+        self.feed(text, ends, joins & (text.lengths < self._capacity))
 
     def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as read, as far as the cache lacks
@@ -248,8 +245,9 @@ class SmallLMDrafter(VerifyingDrafter):
         if not lacking:
             return None
         tokens, known = contexts.tokens, np.clip(self._cached - self._begin, 0, ends - self._begin)
-        # The padding needs slots too. Without them a row feeds tokens again.
-        start = np.minimum(known, tokens.shape[1] - lacking - behind)
+        start = known
+        if self.lm.pads:  # padding needs slots too; without them a row feeds tokens again
+            start = np.minimum(known, tokens.shape[1] - lacking - behind)
         counts = np.minimum(known + missing - start, lacking)
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)

@@ -44,9 +44,9 @@ class PartLM(CachedLM):
         self.forward_pass = lm.forward_pass
         self.omitted = np.zeros(0, dtype=np.int64)
 
-    def forward(self, ids_BN: Tensor, start: np.ndarray, **options: Any) -> Tensor:
+    def _feed(self, ids_BN: Tensor, start: np.ndarray, *more: Any) -> Any:
         """See `CachedLM.forward`. start: int [B], the slots in the target."""
-        return super().forward(ids_BN, start - self.omitted, **options)
+        return super()._feed(ids_BN, start - self.omitted, *more)
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         omitted_B1 = to_device(self.omitted, self.device)[:, None]
@@ -284,7 +284,7 @@ class SparseDrafter(VerifyingDrafter):
         if len(rows) < len(key):
             query, key, value = query[rows], key[rows], value[rows]
         slots = part.slots(choose_chunks(query[:, :, 0], key, part, scale))
-        self.lm.slots.wrote(slots.shape[2])
+        self.lm.slots.wrote(np.full(len(self._turn), slots.shape[2]))
         for cache, full in ((kept.keys, key), (kept.values, value)):
             gathered = full.gather(2, slots[..., None].expand(-1, -1, -1, full.shape[3]))
             cache[rows, :, : slots.shape[2]] = gathered

@@ -150,6 +150,7 @@ class CostModel(Policy):
         self._steps += 1
         probes = bool(self._waited and verification.draft_steps)
         timed = probes or self._steps < EARLY or not self._steps % READ
+        timed = timed and not verification.fed_beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         faded = self.memory**emitted
         self._accepted *= faded

@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class BatchBounds:
     """max_rows: texts that decode together. prefill_tokens: tokens of new prompts that are read
-    between two passes. row_tokens: tokens of a text for which each row has memory from the start,
-    if half of the free memory is enough. A longer text makes all rows longer, which copies them."""
+    with a pass, or between two. row_tokens: tokens of a text for which each row has memory from the
+    start, if half of the free memory is enough. A longer text makes all rows longer, which copies
+    them."""
 
     max_rows: int = 16
     prefill_tokens: int = 512

@@ -14,7 +14,7 @@ from decode.lengths import Policy
 from decode.loop.parts import Part, Parts
 from decode.loop.rows import RowSettings
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.fed_rows import PASS_TOKENS
+from decode.model.cache.pass_size import PASS_TOKENS
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.memory import affordable_slots
 from decode.rules import Rule, used_rule

@@ -56,7 +56,7 @@ class Decoding(RunningRows):
     """Texts that are being decoded. `admit` reads prompts, which then join the running rows. Each
     `step` is one verification pass over all rows. A row leaves when its text ends, or by `drop`.
     `begin` lets rows wait instead, and `read` reads their prompts a part at a time, with steps of
-    the running rows in between.
+    the running rows in between, or `step` in the same pass.
 
     Every text ends with an EOS, after `max_new_tokens`, or at the end of the model's context.
     prompts, max_new_tokens, row_ids, settings: for a first `admit`. Without prompts, no row runs.
@@ -194,9 +194,10 @@ class Decoding(RunningRows):
         """Read on in the prompt of a row that waits, and in those that began together with it: so
         many tokens of them all, but at least one of each. None: all. Returns how many were read.
 
-        They are read apart from the running rows. When all of them are read, they join, and get
-        their first token. Raises UserError if the row does not wait. After any other error these
-        prompts are given up. The running rows and the others that wait go on as before.
+        They are read apart from the running rows; a `step` can read them too. 0: none, but what is
+        read before the tokens, sources and the prefix cache. When all of them are read, they join,
+        and get their first token. Raises UserError if the row does not wait. After any other error
+        these prompts are given up. The running rows and the others that wait go on as before.
         """
         setup, first = self.setup, len(self.rows)
         reading, place = self._waiting.of(row, first)
@@ -206,7 +207,7 @@ class Decoding(RunningRows):
             self.clock.mark("prefill")
             if reading.left:
                 return count
-            verdict, features = reading.result()
+            verdict, features = reading.result(place)
             slots = self._waiting.make_room(reading, place, first)
             new, contexts = reading.new, reading.new.contexts
             lengths = contexts.lengths
@@ -225,8 +226,7 @@ class Decoding(RunningRows):
             self.clock.mark("draft_prefill")
             self.retire(verification, first)
             if self._drafted and len(self.rows) > first:
-                with self._running():
-                    setup.drafter.prefill(self.rows.contexts, first)
+                setup.drafter.prefill(self.rows.contexts, first)
         except BaseException:
             self._part_again(first)
             raise
@@ -238,8 +238,7 @@ class Decoding(RunningRows):
         setup, features = self.setup, verification.features
         if len(self.rows):
             self.rows.add(new)
-            with self._running():
-                setup.drafter.add_rows(self.rows.contexts, verification)
+            setup.drafter.add_rows(self.rows.contexts, verification)
             setup.policy.add_rows(len(new))
             if self._features is not None and setup.observers:
                 old = self._features.last()
@@ -247,9 +246,8 @@ class Decoding(RunningRows):
                 self._features = old.joined(joins)
         else:
             self.rows, self._features, self._drafted = new, features, False
-            with self._running():
-                setup.drafter.start(new.contexts)
-                setup.drafter.observe(verification)
+            setup.drafter.start(new.contexts)
+            setup.drafter.observe(verification)
             setup.policy.start(len(new))
 
     def _part_again(self, first: int) -> None:

@@ -176,9 +176,8 @@ def read_again(
             count = int(counts[row])
             if contexts.sources is not None:
                 lm.encode(contexts.sources[row : row + 1], held)
-            with lm.only(held, held + 1):
-                ids = to_device(contexts.tokens[row : row + 1, :count], lm.device)
-                lm.read(ids, start, counts[row : row + 1])
+            ids = to_device(contexts.tokens[row : row + 1, :count], lm.device)
+            lm.read(ids, start, counts[row : row + 1], held)
             for layer, states in lm.features.items():
                 if layer not in values:
                     values[layer] = states.new_zeros(rows, width, states.shape[2])

@@ -4,8 +4,7 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, compacted
 from decode.loop.start import start_drafter
 from decode.loop.waiting_rows import WaitingRows
+from decode.model.cache.long_read import Part
 from decode.model.features import Features
 from decode.rules import Rule, used_rule
 from decode.rules.exact import ExactMatch
@@ -77,19 +77,19 @@ class RunningRows:
         return not len(self.rows)
 
     @torch.inference_mode()
-    def step(self, most: np.ndarray | int | None = None) -> None:
+    def step(self, most: np.ndarray | int | None = None, read: int = 0) -> None:
         """One verification pass: draft, verify, commit the accepted tokens, roll back the rest.
 
         most: the most draft tokens of each row, int [B], or of all rows, whatever the policy says.
         0: the row gets one token. −1: the row sits this pass out. It gets no token, and its caches,
         random numbers and policies stay as they are; it is not fed, but where the target's forward
-        pads. None: the policy alone decides. Raises UserError if no row runs, and if rows sit out
-        and the drafter reads hidden states.
+        pads. None: the policy alone decides. read: the most tokens of the prompts of waiting rows
+        that the same pass reads, if `reads_beside` (chunked prefill, 2403.02310). Raises UserError
+        if no row runs, and if rows sit out and the drafter reads hidden states.
         """
         if not self.rows.numbers.size:
             raise UserError("no row runs, so there is no step to take; admit prompts first")
-        with self._running():
-            verification = self._pass(most)
+        verification = self._pass(most, read)
         self.clock.end_pass(at_once=self.setup.policy.reads_times)
         self.setup.policy.observe(verification)
         self.steps.append(verification)
@@ -138,26 +138,27 @@ class RunningRows:
             self._features = start_drafter(setup, self.rows, setup.parts, True, waiting)
             self._drafted = False
 
-    def _running(self) -> AbstractContextManager[None]:
-        """Passes inside this context feed the running rows, and not those that wait."""
-        waits = self._waiting.readings
-        return self.setup.lm.only(0, len(self.rows)) if waits else nullcontext()
+    @property
+    def reads_beside(self) -> bool:
+        """Whether passes of the running rows can read prompts too: where the target's forward does
+        not pad."""
+        return bool(len(self.rows)) and not self.setup.lm.pads
 
-    def _pass(self, most: np.ndarray | int | None) -> Verification:
-        """Draft, verify, commit and roll back. The argument is as for `step`."""
+    def _pass(self, most: np.ndarray | int | None, read: int) -> Verification:
+        """Draft, verify, commit and roll back. The arguments are as for `step`."""
         setup, rows, clock = self.setup, self.rows, self.clock
         contexts, seconds = rows.contexts, Seconds()
         clock.resume(seconds)
         self._passes += 1
         rows.rng.at_lengths(contexts.lengths)
-        depths, waits = self._depths(most)
+        depths, takes = self._depths(most)
         draft = self._draft(depths)
         clock.mark("draft")
-        counts = draft.sizes + 1
-        if waits is not None:
-            counts = np.where(waits, 0, counts)
-            counts[0] += waits.all()  # a pass feeds something
-        verdict = self._verified(draft, counts)
+        counts = (draft.sizes + 1) * takes
+        counts[0] += not counts.any()  # a pass feeds something
+        parts = self._waiting.parts(len(rows), read) if read and self.reads_beside else []
+        verdict = self._verified(draft, counts, parts)
+        read, fed = sum(int(part.counts.sum()) for part in parts), setup.lm.fed
         lost = verdict.lost & (draft.sizes > 0)
         if lost.any():
             # The keys of a drafted token may not be finite, and no mask hides those. So other
@@ -165,7 +166,7 @@ class RunningRows:
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
             verdict = self._verified(draft, counts)
         lengths = contexts.lengths
-        outcome = self._commit(rows, verdict, self._passes, waits)
+        outcome = self._commit(rows, verdict, self._passes, takes)
         before, features = self._features, self._kept_features(verdict, outcome)
         verification = Verification.of(
             verdict,
@@ -175,7 +176,8 @@ class RunningRows:
             lengths=lengths,
             number=self._passes,
             depths=depths,
-            fed=setup.lm.fed,
+            fed=fed - read,
+            fed_beside=read,
             features=features,
             previous_features=None if features is None else before,
             seconds=seconds,
@@ -192,28 +194,26 @@ class RunningRows:
         clock.mark("overhead")
         return verification
 
-    def _depths(self, most: np.ndarray | int | None) -> tuple[np.ndarray, np.ndarray | None]:
-        """int [B]: the max depth of each draft, and bool [B]: the rows that sit out, if any do."""
+    def _depths(self, most: np.ndarray | int | None) -> tuple[np.ndarray, np.ndarray]:
+        """int [B]: the max depth of each draft, and bool [B]: the rows that take part."""
         rows, drafter = self.rows, self.setup.drafter
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
         depths = np.minimum(self.setup.policy.depths(), rows.ends - rows.contexts.lengths - 1)
-        if most is None:
-            return depths, None
-        depths, waits = np.minimum(depths, most), np.broadcast_to(np.less(most, 0), len(rows))
-        if not waits.any():
-            return depths, None
-        if drafter.captured_layers:
+        if most is not None:
+            depths = np.minimum(depths, most)
+        takes = depths >= 0
+        if drafter.captured_layers and not takes.all():
             raise UserError(
                 f"{type(drafter).__name__} reads hidden states, so no row can sit out a pass; let "
                 "all rows take part"
             )
-        return np.where(waits, 0, depths), waits
+        return np.maximum(depths, 0), takes
 
-    def _verified(self, draft: Draft, counts: np.ndarray) -> Verdict:
+    def _verified(self, draft: Draft, counts: np.ndarray, parts: Sequence[Part] = ()) -> Verdict:
         """Feed a draft to the target, as `CachedLM.verify` does, and let the rule judge it."""
         setup, rows = self.setup, self.rows
-        logits = setup.lm.verify(rows.contexts, draft, counts)
+        logits = setup.lm.verify(rows.contexts, draft, counts, parts)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
         return Verdict.read(draft, scores, decided(self._rule(), draft, scores, rows.rng))
@@ -265,15 +265,16 @@ class RunningRows:
         return used_rule(self.setup.parts.rule, sampling)
 
     def _commit(
-        self, rows: Rows, verdict: Verdict, number: int, waits: np.ndarray | None = None
+        self, rows: Rows, verdict: Verdict, number: int, takes: np.ndarray | int = 1
     ) -> Outcome:
-        """Append the tokens that a pass emits to the texts of the rows, and keep only the keys and
-        values of accepted nodes. number: of the pass. A row whose logits give no token, or whose
-        stop raises, fails. Without `on_error`, this raises its error and changes no text."""
+        """Append the tokens that a pass emits to the texts of the rows that take part, bool [B],
+        and keep only the keys and values of accepted nodes. number: of the pass. A row whose logits
+        give no token, or whose stop raises, fails. Without `on_error`, this raises its error and
+        changes no text."""
         setup, contexts, lengths = self.setup, rows.contexts, rows.contexts.lengths
-        room = rows.ends - lengths
-        ends = setup.eos, rows.ignore_eos, rows.stops
-        outcome = Outcome.after(verdict, rows.numbers, room, *ends, waits, rows.stop_ids)
+        room = (rows.ends - lengths) * takes
+        ends = setup.eos, rows.ignore_eos, rows.stops, rows.stop_ids
+        outcome = Outcome.after(verdict, rows.numbers, room, *ends)
         kind = "verification" if number else "prefill"
         for index in outcome.broken.nonzero()[0].tolist():
             prompt, length = rows.numbers[index], lengths[index]

@@ -13,8 +13,9 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, RowSettings
-from decode.model.cache.long_read import LongRead
+from decode.model.cache.long_read import LongRead, Part
 from decode.model.features import Features
+from decode.model.forward.few_rows_layers import MOST_TOKENS
 from decode.rules import used_rule
 from decode.rules.exact import ExactMatch
 from decode.verdict import Scores, Verdict
@@ -49,7 +50,6 @@ class PromptReading:
         self._read = contexts.of_rows(np.unique(self.copied, return_index=True)[1])
         self._fed = self._read.lengths - (not setup.first_target)
         self._long: LongRead | None = None
-        self._kept: Mapping[int, Tensor] | None = None  # hidden states of all tokens, [B, n, H]
         self._begun = False
 
     @property
@@ -69,11 +69,12 @@ class PromptReading:
 
     def begin_anew(self) -> None:
         """Forget what is read. The next part is the first one."""
-        self._long, self._kept, self._begun = None, None, False
+        self._long, self._begun = None, False
 
     def read_on(self, place: int, tokens: int) -> int:
-        """Read about this number of tokens into the slots of the rows from `place` on: at least one
-        of each prompt. An encoder reads all of its sources at once. Returns how many were fed."""
+        """Read about this number of tokens into the slots of the rows from `place` on, but at least
+        one of each prompt in a pass. An encoder reads all of its sources at once, and first: with 0
+        tokens too, as the prefix cache is asked. Returns how many were fed."""
         setup, count = self.setup, 0
         if not self._begun:
             if self._read.sources is not None:
@@ -82,14 +83,15 @@ class PromptReading:
             self._begun = True
             if self._fed.any():
                 self._long = self._begin(place)
-        with setup.lm.only(place, place + self.count):
-            while self.left and (count < tokens or not count):
-                assert self._long is not None
-                count += self._long.read_on(max(tokens - count, 1))
-            if self._long is not None and not self.left and setup.lm.kept_layers:
-                kept = setup.lm.slots.kept_states(int(self._fed.max()))
-                self._kept = dict(zip(setup.lm.kept_layers, kept, strict=True))
+        while self.left and count < tokens:
+            assert self._long is not None
+            count += setup.lm.read_on(self._long, tokens - count, place)
         return count
+
+    def part(self, place: int, tokens: int) -> Part | None:
+        """What a pass with the running rows reads next, at most this number of tokens; see
+        `read_on`. None: it has not begun, or nothing is left."""
+        return self._long.part(tokens, place) if self._long is not None and self.left else None
 
     def _begin(self, place: int) -> LongRead:
         setup, contexts, fed = self.setup, self._read, self._fed
@@ -100,13 +102,14 @@ class PromptReading:
         columns = start[:, None] + np.arange(int((fed - start).max()))
         columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
         ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), setup.lm.device)
-        return LongRead(setup.lm, ids, start, fed - start)
+        return LongRead(ids, start, fed - start, pads=setup.lm.pads)
 
-    def result(self) -> tuple[Verdict, Features | None]:
-        """After the last part, for the rows that stay, which `new` and `copied` are from now on:
-        the verdict on an empty draft, which gives the first token of each row, and the hidden
-        states of the prompts' tokens. They are None if the drafter captures none, or if nothing is
-        read: a prompt of one token, whose first token is drafted (`first_target`)."""
+    def result(self, place: int) -> tuple[Verdict, Features | None]:
+        """After the last part, with the first slots at `place`, for the rows that stay, which `new`
+        and `copied` are from now on: the verdict on an empty draft, which gives the first token of
+        each row, and the hidden states of the prompts' tokens. They are None if the drafter
+        captures none, or if nothing is read: a prompt of one token, whose first token is drafted
+        (`first_target`)."""
         setup, new, device = self.setup, self.new, self.setup.lm.device
         if not self.stays.all():
             new.keep(np.flatnonzero(self.stays))
@@ -115,8 +118,7 @@ class PromptReading:
         if self._long is not None:
             logits = self._long.logits
             if setup.drafter.captured_layers:
-                read = self._long.features() if self._kept is None else self._kept
-                features = Features(read, self._fed)
+                features = Features(self._states(place), self._fed)
             if not np.array_equal(self.copied, np.arange(self.count)):
                 assert logits is not None
                 logits = logits[to_device(self.copied, logits.device)]
@@ -132,6 +134,15 @@ class PromptReading:
         rule = used_rule(setup.parts.rule, new.sampling)
         rule = rule if isinstance(rule, ExactMatch) else ExactMatch()
         return Verdict.read(nothing, scores, rule.decide(nothing, scores, new.rng)), features
+
+    def _states(self, place: int) -> Mapping[int, Tensor]:
+        """The hidden states of all tokens, [B, n, H]: the slots may have those of reused ones."""
+        assert self._long is not None
+        lm, rows = self.setup.lm, slice(place, place + self.count)
+        if not lm.kept_layers:
+            return self._long.features()
+        kept = lm.slots.kept_states(rows, int(self._fed.max()))
+        return dict(zip(lm.kept_layers, kept, strict=True))
 
 
 def _prompts(contexts: Contexts) -> list[tuple[int, ...]]:
@@ -213,6 +224,17 @@ class WaitingRows:
                 return reading, place
             place += reading.count
         raise UserError(f"row {row} does not wait; expected one of {self.numbers}")
+
+    def parts(self, running: int, tokens: int) -> list[Part]:
+        """What a pass of the `running` rows reads of the prompts: at most this number of tokens,
+        and of each prompt no more than the layers in C++ take."""
+        left = {number: one.left for number, one in enumerate(self.readings)}
+        given, place, parts = shares(left, tokens), running, []
+        for number, reading in enumerate(self.readings):
+            if number in given:
+                parts.append(reading.part(place, min(given[number], MOST_TOKENS)))
+            place += reading.count
+        return [part for part in parts if part is not None]
 
     def make_room(self, reading: PromptReading, place: int, running: int) -> np.ndarray:
         """Have slots for each row of a reading that is complete. Returns the order of all slots in

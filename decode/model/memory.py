@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from decode.base.errors import MemoryShortage
-from decode.model.cache.fed_rows import pass_limit
+from decode.model.cache.pass_size import pass_limit
 from decode.model.cache_names import cache_of
 from decode.model.kinds.layer_kinds import attention_sizes
 from decode.model.pretrained import decoder_config, has_encoder, text_of

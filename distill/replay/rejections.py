@@ -161,7 +161,7 @@ class Collector:
             for b, row in enumerate(verification.rows.tolist())
             if (self._rows is None or row in self._rows)
             # A row that sat the pass out got no token of it.
-            and (verification.waits is None or not verification.waits[b])
+            and not verification.waits[b]
         }
         if not requests:
             return

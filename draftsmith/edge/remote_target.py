@@ -5,7 +5,6 @@ Shapes: B rows, N draft tokens, V vocabulary.
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -161,14 +160,11 @@ class RemoteLM(CachedLM):
                     self.link.lose()
         self._texts = kept
 
-    def only(self, first: int, end: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def forward(self, ids_BN: Tensor, start: np.ndarray, **options: Any) -> Tensor:
         """The server reads the prompts."""
         return torch.zeros(len(ids_BN), 1, 1)
 
-    def verify(self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None) -> Tensor:
+    def verify(self, contexts: Contexts, draft: Draft, *_: Any, **__: Any) -> Tensor:
         """Send the drafts of all rows, and wait for all verdicts. Returns zeros [B, N+1, 1]."""
         tokens = draft.tokens.tolist()
         self.fed = len(tokens) + int(draft.sizes.sum())

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.model.cache.fed_rows import pass_limit
+from decode.model.cache.pass_size import pass_limit
 from decode.model.kinds.layer_kinds import attention_sizes
 from decode.model.loading import Target
 from decode.model.memory import expanded_bytes, pass_bytes, scored_heads, slot_bytes

@@ -206,9 +206,8 @@ class StoreDrafter(LookupDrafter):
             rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
             logits = logits[rows_B1, positions]
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
-        waits = verification.waits
         for row, length in enumerate(verification.lengths):
-            if verification.broken[row] or (waits is not None and waits[row]):
+            if verification.broken[row] or verification.waits[row]:
                 continue
             text = verification.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
             known, accepted = len(text), int(verification.accepted[row])

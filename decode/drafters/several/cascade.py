@@ -178,7 +178,7 @@ class VerticalCascade(Group):
         scores = Scores(self.model.verify(texts, draft, drafting), sampling, draft, texts)
         verdict = Verdict.read(draft, scores, rule.decide(draft, scores, noise))
         rows, no = np.arange(len(lengths)), np.zeros(len(lengths), dtype=bool)
-        outcome = Outcome.after(verdict, rows, room, rows[:0], no, waits=~drafting)
+        outcome = Outcome.after(verdict, rows, room, rows[:0], no)
         texts.append(verdict.block, outcome.emitted)
         done = Verification.of(verdict, outcome, texts, rows=rows, lengths=lengths, number=number)
         self.model.rewind(texts.lengths - 1)

@@ -6,7 +6,6 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
-from typing import Literal, overload
 
 import numpy as np
 import torch
@@ -16,9 +15,9 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.fed_rows import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
-from decode.model.cache.long_read import LongRead
-from decode.model.cache.real_tokens import Listed
+from decode.model.cache.long_read import LongRead, Part
+from decode.model.cache.pass_size import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
+from decode.model.cache.real_tokens import Listed, RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.forward.attention_mask import AttentionMask
@@ -144,32 +143,6 @@ class CachedLM(CachedRows):
         """Use weights that were changed in place. Cached keys and values are not computed again."""
         refresh_packed(self.forward_pass)
 
-    @overload
-    def forward(
-        self,
-        ids_BN: Tensor,
-        start: np.ndarray,
-        *,
-        columns: np.ndarray | None = ...,
-        counts: np.ndarray | None = ...,
-        depth_BN: Tensor | None = ...,
-        ancestors_BNM: Tensor | None = ...,
-        listed: Literal[False] = ...,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        ids_BN: Tensor,
-        start: np.ndarray,
-        *,
-        columns: np.ndarray | None = ...,
-        counts: np.ndarray | None = ...,
-        depth_BN: Tensor | None = ...,
-        ancestors_BNM: Tensor | None = ...,
-        listed: Literal[True],
-    ) -> Tensor | Listed: ...
-
     def forward(
         self,
         ids_BN: Tensor,
@@ -179,9 +152,10 @@ class CachedLM(CachedRows):
         counts: np.ndarray | None = None,
         depth_BN: Tensor | None = None,
         ancestors_BNM: Tensor | None = None,
-        listed: bool = False,
-    ) -> Tensor | Listed:
-        """Feed n tokens per row and return their logits, in the model's dtype.
+        first: int = 0,
+    ) -> Tensor:
+        """Feed n tokens of each of the B rows from `first` on, and return their logits, in the
+        model's dtype. Other rows stay as they are.
 
         start: int [B], the slot of each row's first token; all slots below it are its past.
         columns: int [B, k], return the logits of only these columns of each row, [B, k, V]. None:
@@ -194,9 +168,28 @@ class CachedLM(CachedRows):
             its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
             from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
             see, itself included. None: a chain.
-        listed: logits of a pass that is fed without padding have none either.
         Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
+        at = None if columns is None else to_device(columns, self.device)
+        logits, real = self._feed(ids_BN, start, at, counts, depth_BN, ancestors_BNM, first)
+        if real is None:
+            return logits
+        self.features = {layer: real.padded(x) for layer, x in self.features.items()}
+        return real.padded(logits) if at is None else logits[0].unflatten(0, at.shape)
+
+    def _feed(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        columns: Tensor | None,
+        counts: np.ndarray | None,
+        depth_BN: Tensor | None,
+        ancestors_BNM: Tensor | None,
+        first: int = 0,
+        places: Tensor | None = None,
+    ) -> tuple[Tensor, RealTokens | None]:
+        """As `forward`. Where the pass is a list of tokens, returns this list too, and all values
+        are those of it, [1, …]. places: int64 [W], the only tokens of the list that get logits."""
         if ancestors_BNM is not None and not self._takes_trees:
             require_tree_masks(self)
             self._takes_trees = True
@@ -206,47 +199,52 @@ class CachedLM(CachedRows):
         with ExitStack() as contexts:
             if self.states is not None:
                 if ancestors_BNM is None or ancestors_BNM.shape[2] == n:  # else a tree goes on
-                    self._rewind(self.states, start)
+                    self._rewind(self.states, start, first)
                 ends = None if counts is None else start + counts
-                contexts.enter_context(self.states.feeding(ids_BN, start, ends, ancestors_BNM))
+                pass_ = self.states.feeding(ids_BN, start, ends, ancestors_BNM, first)
+                contexts.enter_context(pass_)
             # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
             window = None if self.forward_pass.reads_positions else self.window
             own = None if self.pads else counts
-            self.slots.place(start, n, window, root, counts=own)
+            self.slots.place(start, n, window, root, counts=own, first=first)
             self.fed = ids_BN.numel() if own is None else int(own.sum())
             root_B1 = to_device(root, self.device)[:, None]
             if depth_BN is None:
                 depth_BN = torch.arange(n, device=self.device)[None, :]
             positions = self.positions(root_B1, depth_BN)
+            masks = self._masks(root_B1, n, ancestors_BNM)
             if self.forward_pass.reads_positions:
                 at = self._nodes.of_pass(positions, root_B1, ancestors_BNM)
                 contexts.enter_context(at_positions(at))
             if self.sources is not None:
-                contexts.enter_context(self.sources.reading())
-            logits, features = self.forward_pass(
+                contexts.enter_context(self.sources.reading(first, len(start)))
+            real = self.slots.real
+            if real is not None:
+                ids_BN, positions = real.flat(ids_BN), real.flat(positions)
+                if columns is not None:
+                    places = real.places(columns).flatten()
+                columns = None if places is None else places[None]
+            logits, self.features = self.forward_pass(
                 ids_BN,
                 positions,
-                self._masks(root_B1, n, ancestors_BNM),
+                masks,
                 self.slots.layers if self.states is None else self.states.among(self.slots.layers),
-                None if columns is None else to_device(columns, self.device),
+                columns,
                 self.captured_layers,
             )
-        self.features = features
         if self.kept_layers:
-            self.slots.keep_states([features[layer] for layer in self.kept_layers])
-        real = self.slots.real
-        if real is None or columns is not None:
-            return logits
-        return Listed(logits, real) if listed else real.padded(logits)
+            self.slots.keep_states([self.features[layer] for layer in self.kept_layers])
+        return logits, real
 
-    def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
+    def _rewind(
+        self, states: RecurrentStates, start: np.ndarray, first: int = 0, *, settle: bool = False
+    ) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""
-        for row in states.lost(start).tolist():
+        for row in states.lost(start, first).tolist():
             count = start[row : row + 1]
-            ids = states.tokens(row, int(count[0]))
-            with self.only(row, row + 1):
-                self.read(ids, np.zeros_like(count), count)
-        states.rewind(start, settle=settle)
+            ids = states.tokens(first + row, int(count[0]))
+            self.read(ids, np.zeros_like(count), count, first + row)
+        states.rewind(start, first, settle=settle)
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         """int64 [B, n]: the positions of fed tokens that are so far behind the slots `base_B1`."""
@@ -255,30 +253,85 @@ class CachedLM(CachedRows):
         return (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
 
     def verify(
-        self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None
+        self,
+        contexts: Contexts,
+        draft: Draft,
+        counts: np.ndarray | None = None,
+        beside: Sequence[Part] = (),
     ) -> Tensor | Listed:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
         [B, N+1, V], or those of the tokens that were fed. counts: int [B], how many of these
-        tokens each row feeds, 0 for none; one row feeds some. None: its draft."""
+        tokens each row feeds, 0 for none; one row feeds some. None: its draft.
+
+        beside: parts of other texts, in the order of their rows behind these. Where the forward
+        does not pad, the same pass reads them; each gets what it is to know of them.
+        """
         counts = draft.sizes + 1 if counts is None else counts
-        start = contexts.lengths - 1
+        start, depth, ancestors = contexts.lengths - 1, None, None
         ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
-            if draft.is_chain:
-                counts = None  # the rule says how far each row goes back
-        if draft.is_chain:
-            return self.forward(ids, start, counts=counts, listed=True)
-        # The root comes before all nodes, and every node may see it.
-        ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
-        ancestors[:, :, 0] = True
-        depth = ancestors.sum(2) - 1
-        return self.forward(
-            ids, start, counts=counts, depth_BN=depth, ancestors_BNM=ancestors, listed=True
-        )
+        if not draft.is_chain:
+            # The root comes before all nodes, and every node may see it.
+            ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+            ancestors[:, :, 0] = True
+            depth = ancestors.sum(2) - 1
+        if beside:
+            return self._beside(ids, start, counts, ancestors, beside)
+        # The rule says how far each row of a chain with states goes back.
+        fed = None if self.states is not None and draft.is_chain else counts
+        logits, real = self._feed(ids, start, None, fed, depth, ancestors)
+        if real is None:
+            return logits
+        self.features = {layer: real.padded(x) for layer, x in self.features.items()}
+        return Listed(logits, real)
 
-    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
-        """Feed long texts and return the logits after each row's last token, [B, 1, V].
+    def _beside(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        counts: np.ndarray,
+        ancestors_BNN: Tensor | None,
+        parts: Sequence[Part],
+    ) -> Listed:
+        """One pass over these tokens, and parts of texts behind them in the list."""
+        rows, n = ids_BN.shape
+        own = RealTokens(counts, n, self.device)
+        # One column more than any row has, so the pass is a list.
+        width = max(n, *(part.ids.shape[1] for part in parts)) + 1
+        ids = ids_BN.new_zeros(parts[-1].rows.stop, width)
+        starts, fed = np.zeros((2, len(ids)), dtype=np.int64)
+        ids[:rows, :n], starts[:rows], fed[:rows] = ids_BN, start, counts
+        for part in parts:
+            ids[part.rows, : part.ids.shape[1]] = part.ids
+            starts[part.rows], fed[part.rows] = part.start, part.counts
+        depth = ancestors = None
+        if ancestors_BNN is not None:
+            ancestors = ancestors_BNN.new_ones(len(ids), width, width).tril()
+            ancestors[:rows, :n, :n] = ancestors_BNN
+            depth = ancestors.sum(2) - 1
+        ends = fed.cumsum()
+        # The last token of each part of a text has logits, and all of those before them.
+        last = [ends[part.rows] - 1 for part in parts]
+        places = to_device(np.concatenate([np.arange(len(own)), *last]), self.device)
+        logits, _ = self._feed(ids, starts, None, fed, depth, ancestors, places=places)
+        features = self.features
+
+        def of(real: RealTokens, begin: int) -> Mapping[int, Tensor]:
+            end = begin + len(real)
+            return {layer: real.padded(x[:, begin:end]) for layer, x in features.items()}
+
+        self.features, begin, done = of(own, 0), len(own), len(own)
+        for part in parts:
+            real = RealTokens(part.counts, part.ids.shape[1], self.device)
+            end = done + len(part.counts)
+            part.take(logits[0, done:end, None], of(real, begin))
+            begin, done = begin + len(real), end
+        return Listed(logits[:, : len(own)], own)
+
+    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray, first: int = 0) -> Tensor:
+        """Feed long texts, of the B rows from `first` on, and return the logits after each row's
+        last token, [B, 1, V].
 
         counts: int [B], row b has that many tokens, the rest of its ids is padding, whose slots are
         overwritten later. A pass takes at most `pass_tokens` tokens, in a long text fewer
@@ -286,19 +339,33 @@ class CachedLM(CachedRows):
         the hidden states of all passes, [B, n, H]. A row without tokens has logits without a
         meaning; one row has some.
         """
-        read = LongRead(self, ids_BN, start, counts)
-        while not read.done:
-            read.read_on(self.pass_tokens)
+        read = LongRead(ids_BN, start, counts, pads=self.pads)
+        while read.left:
+            self.read_on(read, self.pass_tokens, first)
         self.features = read.features()
         assert read.logits is not None
         return read.logits
+
+    def read_on(self, read: LongRead, tokens: int, first: int = 0) -> int:
+        """One pass over the next part of texts in the rows from `first` on, of at most `tokens`
+        tokens and `pass_limit`. Returns how many it fed, without padding."""
+        part = read.part(min(tokens, self.pass_limit(read.longest)), first)
+        logits = self.forward(
+            part.ids,
+            part.start,
+            columns=np.maximum(part.counts - 1, 0)[:, None],
+            counts=part.counts,
+            first=part.rows.start,
+        )
+        part.take(logits, self.features)
+        return int(part.counts.sum())
 
     @cached_property
     def _scored(self) -> int:
         return scored_heads(self.model)
 
     def pass_limit(self, slots: int) -> int:
-        """See `fed_rows.pass_limit`."""
+        """See `pass_size.pass_limit`."""
         return pass_limit(slots, self._scored, self.pass_tokens)
 
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:

@@ -3,8 +3,7 @@
 Shapes: B rows (sequences).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -142,18 +141,6 @@ class CachedRows:
             self.sources.add_rows(count)
         if self.states is not None:
             self.states.add_rows(count, slots.allocated[1])
-
-    def only(self, first: int, end: int) -> AbstractContextManager[None]:
-        """See `Slots.only`."""
-        return self._only(first, end)
-
-    @contextmanager
-    def _only(self, first: int, end: int) -> Iterator[None]:
-        with ExitStack() as contexts:
-            for part in (self._slots, self.sources, self.states):
-                if part is not None:
-                    contexts.enter_context(part.only(first, end))
-            yield
 
     def keep_rows(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'] on the host, in this order. A row that is named again is

@@ -4,102 +4,92 @@ between.
 Shapes: B rows, n tokens of the longest text, V vocabulary, H hidden size.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
 
 from decode.base.device import to_device
-from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.pass_size import pads_little
 
 
-class FeedsSlots(Protocol):
-    """A model over slots: see the members of `CachedLM` with these names."""
+@dataclass(frozen=True)
+class Part:
+    """What a pass reads of some texts: counts[b], int [B], of the tokens `ids`, int64 [B, n], of
+    the rows `rows`, into the slots from `start`, int [B]. take: gets the logits after the last of
+    them, [B, 1, V], and the hidden states of each captured layer, [B, n, H]."""
 
-    @property
-    def features(self) -> Mapping[int, Tensor]: ...
-
-    @property
-    def pads(self) -> bool: ...
-
-    def pass_limit(self, length: int) -> int: ...
-
-    def only(self, first: int, end: int) -> AbstractContextManager[None]: ...
-
-    def forward(
-        self, ids_BN: Tensor, start: np.ndarray, *, columns: np.ndarray, counts: np.ndarray
-    ) -> Tensor: ...
+    rows: slice
+    ids: Tensor
+    start: np.ndarray
+    counts: np.ndarray
+    take: Callable[[Tensor, Mapping[int, Tensor]], None]
 
 
 class LongRead:
-    """Texts that a model reads into the slots of its fed rows, one pass at a time.
+    """Texts that a model reads into the slots of its rows, one pass at a time.
 
-    ids_BN, start, counts: as for `CachedLM.read`. Between two passes the model may feed other rows.
-    Where the model pads, and would pad much, one text is read after the other.
-    logits: [B, 1, V], those after each row's last token, once it is `done`; for a row without
+    ids_BN, start, counts: as for `CachedLM.read`. Between two passes the model may feed other
+    rows, and rows before these may leave. Where the model `pads`, and would pad much, one text is
+    read after the other.
+    logits: [B, 1, V], those after each row's last token, once none is `left`; for a row without
     tokens they mean nothing. None before the first pass.
     """
 
     def __init__(
-        self, lm: FeedsSlots, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray
+        self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray, *, pads: bool
     ) -> None:
-        self._lm, self._ids, self._start, self._counts = lm, ids_BN, start, counts
-        rows, width = ids_BN.shape
-        self._groups = [slice(0, rows)]  # the rows that passes feed together, those in turn first
-        if lm.pads and not pads_little(counts, width):
-            self._groups = [slice(row, row + 1) for row in np.flatnonzero(counts).tolist()]
-        self._begin = 0  # the column of the next pass
+        self._ids, self._start, self._counts = ids_BN, start, counts
+        self._apart = pads and not pads_little(counts, ids_BN.shape[1])
+        self._read = np.zeros_like(counts)  # of each row; the same of all that passes feed together
         # Of each pass: its rows, its columns and the hidden states.
         self._passes: list[tuple[slice, slice, Mapping[int, Tensor]]] = []
         self.logits: Tensor | None = None
 
     @property
-    def done(self) -> bool:
-        """Whether all tokens are read."""
-        return not self._groups
-
-    @property
     def left(self) -> int:
         """How many tokens are not read yet, over all rows."""
-        now, later = self._groups[:1], self._groups[1:]
-        begun = sum(int(np.maximum(self._counts[rows] - self._begin, 0).sum()) for rows in now)
-        return begun + sum(int(self._counts[rows].sum()) for rows in later)
+        return int((self._counts - self._read).sum())
 
-    def read_on(self, tokens: int) -> int:
-        """One pass over at most this number of tokens of some rows together, but at least one of
-        each of these rows that has some left, and at most `CachedLM.pass_limit`. Returns how many
-        were fed, without padding."""
-        lm, begin, group = self._lm, self._begin, self._groups[0]
-        live = group.start + np.flatnonzero(self._counts[group] > begin)
-        rows = slice(int(live[0]), int(live[-1]) + 1)
-        counts, start = self._counts[rows], self._start[rows]
-        left, last = np.maximum(counts - begin, 0), np.maximum(counts - 1, 0)
-        # Masks have room for the rows between those that are fed.
-        limit = min(tokens, lm.pass_limit(int((start + counts).max())))
-        width = min(int(left.max()), max(limit // len(counts), 1))
-        fed = np.minimum(left, width)
-        with lm.only(rows.start, rows.stop):
-            logits = lm.forward(
-                self._ids[rows, begin : begin + width],
-                start + begin,
-                columns=np.clip(last[:, None] - begin, 0, width - 1),
-                counts=fed,
-            )
-        self._passes.append((rows, slice(begin, begin + width), lm.features))
-        self._begin = begin + width
-        if self._begin >= int(counts.max()):
-            self._groups, self._begin = self._groups[1:], 0
-        if self.logits is None and self.done and len(logits) == len(self._counts):
-            self.logits = logits
-        elif self.logits is None:
+    @property
+    def rows(self) -> slice:
+        """Those that the next pass feeds; a row between them may have nothing left."""
+        live = np.flatnonzero(self._read < self._counts)
+        return slice(int(live[0]), int(live[0 if self._apart else -1]) + 1)
+
+    @property
+    def longest(self) -> int:
+        """The slots of the longest text that the next pass reads."""
+        return int((self._start + self._counts)[self.rows].max())
+
+    def part(self, tokens: int, first: int = 0) -> Part:
+        """What the next pass reads: at most this number of tokens of some rows together, but at
+        least one of each of these rows that has some left. first: the row of the first text."""
+        rows = self.rows
+        left, begin = (self._counts - self._read)[rows], int(self._read[rows.start])
+        width = min(int(left.max()), max(tokens // len(left), 1))
+        return Part(
+            slice(first + rows.start, first + rows.stop),
+            self._ids[rows, begin : begin + width],
+            self._start[rows] + begin,
+            np.minimum(left, width),
+            partial(self._take, rows, slice(begin, begin + width)),
+        )
+
+    def _take(
+        self, rows: slice, columns: slice, logits: Tensor, features: Mapping[int, Tensor]
+    ) -> None:
+        """What a pass gave for these columns of these rows."""
+        counts = self._counts[rows]
+        self._passes.append((rows, columns, features))
+        self._read[rows] = np.minimum(counts, columns.stop)
+        if self.logits is None:
             self.logits = logits.new_zeros(len(self._counts), *logits.shape[1:])
-        if self.logits is not logits:
-            reached = np.flatnonzero((begin <= last) & (last < begin + width))
-            at, those = (to_device(x, logits.device) for x in (rows.start + reached, reached))
-            self.logits[at] = logits[those]
-        return int(fed.sum())
+        reached = np.flatnonzero((columns.start < counts) & (counts <= columns.stop))
+        at, those = (to_device(x, logits.device) for x in (rows.start + reached, reached))
+        self.logits[at] = logits[those]
 
     def features(self) -> Mapping[int, Tensor]:
         """The hidden states of all passes, of each captured layer, [B, n, H]."""

@@ -35,14 +35,14 @@ class RealTokens:
         """Of values by row and column, [B, n, …], those of the list: [1, T, …]."""
         return x.flatten(0, 1)[self._sources.to(x.device)][None]
 
-    def padded(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Values of the list, [1, T, …], by row and column: [B, n, …], or of some columns of each
-        row, int64 [B, k]: [B, k, …]. Padding repeats the last token of the row, or that of a row
-        before it."""
-        places = self._places.to(x.device)
-        if columns is not None:
-            places = places.gather(1, columns.to(x.device))
-        return x[0][places]
+    def padded(self, x: Tensor) -> Tensor:
+        """Values of the list, [1, T, …], by row and column: [B, n, …]. Padding repeats the last
+        token of the row, or that of a row before it."""
+        return x[0][self._places.to(x.device)]
+
+    def places(self, columns: Tensor) -> Tensor:
+        """Where some columns of each row, int64 [B, k], are in the list."""
+        return self._places.gather(1, columns)
 
     @cached_property
     def _sources(self) -> Tensor:

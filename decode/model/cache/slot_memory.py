@@ -62,9 +62,9 @@ class SlotMemory:
         tensor, index = self._index[layer]
         return self._tensors[tensor][index]
 
-    def of_rows(self, rows: slice) -> dict[int, Tensor]:
-        """By layer, the keys or values of these rows, [B, H, C, D]."""
-        every = [x[:, rows] for x in self._tensors]
+    def first_rows(self, rows: int) -> dict[int, Tensor]:
+        """By layer, the keys or values of the first rows, [rows, H, C, D]."""
+        every = [x[:, :rows] for x in self._tensors]
         return {layer: every[tensor][index] for layer, (tensor, index) in self._index.items()}
 
     def move(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.base.device import to_device
-from decode.model.cache.fed_rows import FedRows
 from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
@@ -36,7 +35,8 @@ class _Window:
     begin: int | None = None
     end: int = 0  # one past the last slot any row uses, rounded up to a step
     fresh: bool = True  # all rows were empty before
-    # The slots that attention gets: of all rows, or int64 [B, S], of each row. `end` is their end.
+    rows: slice = slice(0, 0)  # those that are fed
+    # The slots that attention gets: of all these rows, or int64 [B, S], of each. `end` is the end.
     read: slice | Tensor = slice(0, 0)
     # The tokens that are fed, if they are fewer than rows times columns. Then the model's states
     # are those of this list, as of one row, [1, T, …]. None: [B, n, …].
@@ -53,11 +53,11 @@ class _Window:
         return read.stop - read.start if isinstance(read, slice) else read.shape[1]
 
     def taken(self, cache: Tensor) -> Tensor:
-        """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [B, H, C, D]."""
+        """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [R, H, C, D]."""
         if isinstance(self.read, slice):
-            return cache[:, :, self.read]
-        slots = self.read.to(cache.device)
-        rows_B1 = torch.arange(len(slots), device=cache.device)[:, None]
+            return cache[self.rows, :, self.read]
+        slots, rows = self.read.to(cache.device), self.rows
+        rows_B1 = torch.arange(rows.start, rows.stop, device=cache.device)[:, None]
         return cache[rows_B1, :, slots].transpose(1, 2)
 
     def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,7 @@ class _Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, C, D], written in place. rows: those that are fed.
+    """Keys and values of one layer, [R, H, C, D], written in place. rows: R, those in use.
     addresses: of both. strides: of each."""
 
     is_sliding = False
@@ -79,22 +79,22 @@ class SlotLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
-        self.rows = slice(0, 0)
+        self.rows = 0
 
     @property
     def real(self) -> RealTokens | None:
-        """The list of tokens that is fed. None: all tokens of all rows."""
+        """The list of tokens that is fed. None: all tokens of the fed rows."""
         return self.window.real
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
             store.make(self.number, states)
         self.is_initialized = True
-        keys, values = (store.of(self.number)[self.rows] for store in self.stores)
+        keys, values = (store.of(self.number)[: self.rows] for store in self.stores)
         self.use(keys, values)
 
     def use(self, keys: Tensor, values: Tensor) -> None:
-        """Have the keys and values of these rows. Call it again after the stores change."""
+        """Have these keys and values. Call it again after the stores change."""
         self.keys, self.values = keys, values
         self.addresses = self.keys.data_ptr(), self.values.data_ptr()
         self.strides = self.keys.stride()
@@ -114,7 +114,7 @@ class SlotLayer(CacheLayerMixin):
         window = self.window
         for cache, new in ((self.keys, key_states), (self.values, value_states)):
             if window.begin is not None:
-                cache[:, :, window.begin : window.begin + new.shape[2]] = new
+                cache[window.rows, :, window.begin : window.begin + new.shape[2]] = new
             else:
                 rows, slots = window.slots_on(cache.device)
                 cache[rows, :, slots] = new.transpose(1, 2)
@@ -129,7 +129,7 @@ class SlotLayer(CacheLayerMixin):
         return self.capacity
 
 
-class Slots(FedRows):
+class Slots:
     """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
     step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
@@ -163,7 +163,7 @@ class Slots(FedRows):
         ]
         self.layers, self._states = every[:layers], every[layers:]
         self.states = states
-        self._look_up(0, rows)
+        self._look_up()
 
     def place(
         self,
@@ -173,8 +173,10 @@ class Slots(FedRows):
         root: np.ndarray | None = None,
         *,
         counts: np.ndarray | None = None,
+        first: int = 0,
     ) -> None:
-        """The next n fed tokens go to the slots from `start`, int [B].
+        """The next pass feeds n tokens of each of the B rows from `first` on. They go to the slots
+        from `start`, int [B].
 
         counts: int [B], only the first ones of each row are fed, as a list (`RealTokens`). None:
         all.
@@ -182,15 +184,16 @@ class Slots(FedRows):
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
         window = self._window
         starts = start.tolist()
-        first, last = min(starts), max(starts)
+        least, last = min(starts), max(starts)
         window.fresh = not last
+        window.rows = slice(first, first + len(starts))
         window.real = None
         if counts is not None and (counts < n).any():
             window.real = RealTokens(counts, n, self.device)
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         ends = start + (n if window.real is None else window.real.counts)
         end = last + n if window.real is None else int(ends.max())
-        self.wrote(ends)
+        self.wrote(ends, first)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
         window.read = slice(0, window.end)
@@ -202,41 +205,40 @@ class Slots(FedRows):
         if window.real is not None:
             rows, columns = window.real.rows, window.real.columns
             slots = to_device(start[rows] + columns, self.device)
-            window.scatter(to_device(rows, self.device)[None], slots[None])
-        elif first == last:
-            window.begin = first
+            window.scatter(to_device(first + rows, self.device)[None], slots[None])
+        elif least == last:
+            window.begin = least
         else:
-            rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+            rows_B1 = torch.arange(first, first + len(start), device=self.device)[:, None]
             first_B1 = to_device(start, self.device)[:, None]
             window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
 
     @property
     def real(self) -> RealTokens | None:
-        """The list of tokens that was placed last. None: all tokens of all rows."""
+        """The list of tokens that was placed last. None: all tokens of the fed rows."""
         return self._window.real
 
-    def wrote(self, ends: np.ndarray | int) -> None:
-        """The fed rows may have written the slots below these, int or int [B]. What writes into the
-        layers without `place` must call it."""
-        written = self._written[self._fed]
+    def wrote(self, ends: np.ndarray, first: int = 0) -> None:
+        """The rows from `first` on may have written the slots below these, int [B]. What writes
+        into the layers without `place` must call it."""
+        written = self._written[first : first + len(ends)]
         np.maximum(written, ends, out=written)
 
     def keep_states(self, values: Sequence[Tensor]) -> None:
-        """Keep hidden states of the placed tokens, [B, n, H] each, in the slots of their keys."""
-        real = self._window.real
+        """Keep hidden states of the placed tokens, [B, n, H] or [1, T, H] each, in the slots of
+        their keys."""
         for layer, states in zip(self._states, values, strict=True):
-            states = states if real is None else real.flat(states)
             layer.write(states[:, None], states[:, None, :, :0])
 
     @property
     def state_slots(self) -> Tensor:
-        """[B, C, H]: the memory of the hidden states of the fed rows, the only ones that are kept,
+        """[R, C, H]: the memory of the hidden states of all rows, the only ones that are kept,
         after the first `keep_states`."""
         return self._states[0].keys[:, 0]
 
-    def kept_states(self, count: int) -> list[Tensor]:
-        """A copy of the hidden states of the first `count` tokens of each row, [B, count, H]."""
-        return [layer.keys[:, 0, :count].clone() for layer in self._states]
+    def kept_states(self, rows: slice, count: int) -> list[Tensor]:
+        """A copy of the hidden states of the first `count` tokens of these rows, [B, count, H]."""
+        return [layer.keys[rows, 0, :count].clone() for layer in self._states]
 
     def mask(
         self,
@@ -246,8 +248,8 @@ class Slots(FedRows):
         sliding: SlidingWindow | None = None,
         depth_BN: Tensor | None = None,
     ) -> Tensor | None:
-        """The slots that each placed token may see, bool [B, 1, n, S]. None if plain causal
-        attention is enough.
+        """The slots that each placed token may see, bool [B, 1, n, S], or [1, 1, T, S] of a list.
+        None if plain causal attention is enough.
 
         base_B1: the first slot of the tree; every token sees all slots below it. ancestors_BNM: for
         a tree of m nodes with the last n of them fed, the nodes that each fed node may see. None: a
@@ -266,20 +268,30 @@ class Slots(FedRows):
                 seen = self._past[first + slots.start : first + slots.stop]
                 return seen.expand(base_B1.shape[0], 1, 1, -1)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
-        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        rows, real = base_B1.shape[0], self._window.real
         if ancestors_BNM is None:
             depth_BN = torch.arange(n, device=self.device)[None]
-            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
         else:
             depth_BN = ancestors_BNM.sum(2) - 1 if depth_BN is None else depth_BN
+            ancestors_BNM = ancestors_BNM.expand(rows, -1, -1)
+        if real is not None:  # each token of the list is a row of one token
+            base_B1 = real.flat(base_B1.expand(-1, n)).T
+            depth_BN = real.flat(depth_BN.expand(rows, -1)).T
+            slots = slots if slots.ndim == 1 else real.flat(slots[:, None].expand(-1, n, -1))[0]
+            if ancestors_BNM is not None:
+                ancestors_BNM = real.flat(ancestors_BNM).transpose(0, 1)
+        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        if ancestors_BNM is None:
+            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
+        else:
             if sliding is not None and not inside_window:
                 # An ancestor is as far away as there are ancestors from it on.
                 distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
                 ancestors_BNM = ancestors_BNM & (distance <= sliding.size)
-            nodes = ancestors_BNM.shape[2]
+            _, fed, nodes = ancestors_BNM.shape
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
-            column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
-            visible = ancestors_BNM.expand(base_B1.shape[0], -1, -1).gather(2, column_B1S)
+            column_BNS = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, fed, -1)
+            visible = ancestors_BNM.gather(2, column_BNS)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
         if sliding is not None and not inside_window:
             positions_BN1 = (base_B1 + depth_BN)[:, :, None]
@@ -287,7 +299,7 @@ class Slots(FedRows):
             if ancestors_BNM is not None:  # the slots of the tree are limited already
                 near = near | (offset_BS >= 0)[:, None, :]
             seen = seen & near
-        return seen[:, None]
+        return seen[:, None] if real is None else seen.transpose(0, 1)[None]
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """Keep a path of the last forward: column `columns_BM[b, m]`, int64 [B, M], moves to slot
@@ -313,7 +325,7 @@ class Slots(FedRows):
             store.keep_rows(rows, self._written)
         self.rows = len(rows)
         self._written[: self.rows] = self._written[rows]
-        self._look_up(0, self.rows)
+        self._look_up()
 
     def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:
         """Append empty rows. capacity: the slots that any row needs from now on. least: allocate
@@ -323,7 +335,7 @@ class Slots(FedRows):
         self.allocated = (self.least if least else self.grown)(self.rows, capacity)
         for store in self._stores:
             store.reserve(*self.allocated, first, self._written)
-            self._look_up(0, self.rows)  # frees the old memory before more is taken
+            self._look_up()  # frees the old memory before more is taken
         self._written = np.pad(self._written[:first], (0, self.allocated[0] - first))
 
     def grown(self, rows: int, capacity: int) -> tuple[int, int]:
@@ -359,7 +371,7 @@ class Slots(FedRows):
         for layer in (*self.layers, *self._states):
             # A layer that reads the keys of another one has none.
             layer.is_initialized = self._stores[0].has(layer.number)
-        self._look_up(self._fed.start, self._fed.stop)
+        self._look_up()
 
     def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:
         """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
@@ -388,14 +400,13 @@ class Slots(FedRows):
             for store, copied in zip(self._stores, copies, strict=True):
                 store.write(rows_B1, slots_BN, copied)
 
-    def _look_up(self, first: int, end: int) -> None:
-        self._fed = slice(first, end)
+    def _look_up(self) -> None:
         capacity = self.allocated[1]
         if len(self._past) != 2 * capacity:
             self._past = torch.arange(2 * capacity, device=self.device) < capacity
-        keys, values = (store.of_rows(self._fed) for store in self._stores)
+        keys, values = (store.first_rows(self.rows) for store in self._stores)
         for layer in (*self.layers, *self._states):
-            layer.rows, layer.capacity = self._fed, capacity
+            layer.rows, layer.capacity = self.rows, capacity
             if layer.is_initialized:
                 layer.use(keys[layer.number], values[layer.number])
 

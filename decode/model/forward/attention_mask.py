@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from decode.model.cache.fed_rows import MASK_SIZE
+from decode.model.cache.pass_size import MASK_SIZE
 from decode.model.cache.slots import SlotLayer
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
@@ -47,8 +47,9 @@ def equally_wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 class AttentionMask:
     """Which slots each token of a pass may see, and the attention under it.
 
-    visible: bool [B, 1, n, S], or an additive mask of that shape, or None for plain causal
-    attention among the n tokens. watch: called before each attention under this mask.
+    visible: bool [B, 1, n, S], or [1, 1, T, S] of a list of tokens, or an additive mask of that
+    shape, or None for plain causal attention among the n tokens. watch: called before each
+    attention under this mask.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class AttentionMask:
         self._additive: Tensor | None = None
         # The masks of the kernel calls, by group: layers of the same shape have the same.
         self._forms: dict[int, Tensor] = {}
-        self._of_rows: dict[tuple[int, int], AttentionMask] = {}
+        self._parts: dict[tuple[int, int], AttentionMask] = {}
 
     @property
     def additive(self) -> Tensor | None:
@@ -74,15 +75,12 @@ class AttentionMask:
             self._additive = zeros.masked_fill_(hidden, blocked)
         return self._additive
 
-    def of_row(self, row: int, count: int) -> "AttentionMask":
-        """The mask of the first `count` tokens of a row, without the watch."""
-        if (row, count) not in self._of_rows:
-            visible = self.visible
-            if visible is not None:
-                at = min(row, len(visible) - 1)  # one mask may be that of all rows
-                visible = visible[at : at + 1, :, :count]
-            self._of_rows[row, count] = AttentionMask(visible, self._dtype)
-        return self._of_rows[row, count]
+    def part(self, begin: int, end: int) -> "AttentionMask":
+        """The mask of tokens begin … end−1 of a list, without the watch."""
+        if (begin, end) not in self._parts:
+            visible = None if self.visible is None else self.visible[:, :, begin:end]
+            self._parts[begin, end] = AttentionMask(visible, self._dtype)
+        return self._parts[begin, end]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
@@ -165,6 +163,6 @@ class SlotAttention:
             # Without a mask the rows were empty: a token sees those that are fed before it.
             seen = slice(None) if mask.visible is not None else slice(end - begin)
             keys, values = key[row : row + 1, :, seen], value[row : row + 1, :, seen]
-            own = mask.of_row(row, end - begin)
+            own = mask.part(begin, end)
             outputs.append(own.attend(query[:, :, begin:end], keys, values, scale, self._softcap))
         return torch.cat(outputs, 2)

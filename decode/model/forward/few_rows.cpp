@@ -172,9 +172,12 @@ struct Layer {
   int64_t hidden, inner, query_heads, key_heads, head, input;
 };
 
-// Of a token: its text, the slot of its keys, where its part of `mask` and of `cos` and `sin` begins.
+// Of a token: its text, the slot of its keys, where its part of `mask` and of `cos` and `sin` begins. slots:
+// how many slots there are up to the last that it sees. own: of a node of a tree that does not see other
+// branches, the slots of its branch, which take the places from `first` on; else null.
 struct Token {
-  int64_t text, slot, seen, turned;
+  int64_t text, slot, seen, turned, slots, first;
+  int64_t* own;
 };
 
 // What all layers of a pass share. cos, sin: [..., rotated], for that many numbers of a head. mask: the
@@ -185,7 +188,7 @@ struct Pass {
   int64_t tokens, blocks, slots, from;
   const Number *cos, *sin;
   const bool* mask;
-  const Token* where;
+  Token* where;
   const int64_t *bounds, *read;
   int64_t read_text, cache_text, cache_head, rotated;
   Number *normed, *qkv, *mixed, *gated, *between;  // scratch: T times H, (N+2K)·D, N·D, I, H
@@ -259,25 +262,25 @@ static void begins(const Layer* layer, const Pass* pass, const Number* x, Number
   }
 }
 
-// The slots that a token sees of those that this pass fills in its text.
-struct Own {
-  int64_t first = 0;  // of them; a sliding window hides some
-  std::vector<int64_t> slots;
-
-  // listed: the slots that the text reads, or null for those from `pass->from` on.
-  void look_up(const Pass* pass, int64_t row, const int64_t* listed, const bool* mask, int64_t seen) {
-    const int64_t text = pass->where[row].text;
-    while (row && pass->where[row - 1].text == text) row--;
-    const int64_t slot = pass->where[row].slot;
-    int64_t s = listed ? std::find(listed, listed + pass->slots, slot) - listed : slot - pass->from;
-    slots.clear();
-    for (; s < seen; s++)
-      if (mask[s]) slots.push_back(s);
-    first = slots.empty() ? seen : slots[0];
+// What each token sees, for all layers of the pass. own: [T, most], for the slots of branches; no text has
+// more than `most` tokens.
+void look_up(const Pass* pass, int64_t* own, int64_t most) {
+  int64_t begin = 0;  // the slot of the first token of a text
+  for (int64_t row = 0; row < pass->tokens; row++, own += most) {
+    Token& token = pass->where[row];
+    if (!row || token.text != pass->where[row - 1].text) begin = token.slot;
+    const bool* mask = pass->mask ? pass->mask + token.seen : nullptr;
+    token.slots = seen_slots(mask, pass->slots), token.own = nullptr;
+    if (!mask) continue;
+    const int64_t* listed = pass->read ? pass->read + token.text * pass->read_text : nullptr;
+    int64_t s = listed ? std::find(listed, listed + pass->slots, begin) - listed : begin - pass->from;
+    int64_t count = 0;
+    for (; s < token.slots; s++)
+      if (mask[s]) own[count++] = s;
+    if (!count || own[0] + count == token.slots) continue;
+    token.own = own, token.first = own[0], token.slots = own[0] + count;
   }
-  // A node of a tree does not see those of other branches.
-  bool scattered(int64_t seen) const { return first + int64_t(slots.size()) < seen; }
-};
+}
 
 // Attention of all tokens in `pass->mixed`. All threads call this.
 // A node of a tree gets the slots of its branch one after the other, as if the branch were a chain, so its sums
@@ -293,7 +296,6 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
   std::vector<Query> queries;
   std::vector<int64_t> places(pass->slots);  // of a scattered token: its slots by their order
   std::vector<uint8_t> shown(pass->slots);
-  Own own;
 #pragma omp for schedule(dynamic, 1)
   for (int64_t item = 0; item < layer->key_heads * pass->blocks * chunks; item++) {
     const int64_t chunk = item % chunks, block = item / chunks % pass->blocks;
@@ -329,23 +331,21 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
       queries.clear(), end = 0;
     };
     for (int64_t row = first; row < last; row++) {
-      const bool* mask = pass->mask ? pass->mask + pass->where[row].seen : nullptr;
-      int64_t slots = seen_slots(mask, pass->slots);
-      if (mask) own.look_up(pass, row, listed, mask, slots);
-      const bool apart = mask && own.scattered(slots) && own.first < stop;
+      const Token& token = pass->where[row];
+      const bool* mask = pass->mask ? pass->mask + token.seen : nullptr;
+      const bool apart = token.own && token.first < stop;
       if (apart) {
         finish(row, listed);
-        slots = own.first + own.slots.size();
-        for (int64_t s = begin; s < std::min(slots, stop); s++) {
-          const int64_t slot = s < own.first ? s : own.slots[s - own.first];
+        for (int64_t s = begin; s < std::min(token.slots, stop); s++) {
+          const int64_t slot = s < token.first ? s : token.own[s - token.first];
           places[s] = listed ? listed[slot] : slot, shown[s] = mask[slot];
         }
         mask = (const bool*)shown.data();
       }
-      end = std::max(end, slots);
+      end = std::max(end, token.slots);
       for (int64_t k = 0; k < group; k++) {
         const int64_t head = key_head * group + k, number = (row - first) * group + k;
-        queries.push_back({pass->qkv + row * width + head * size, mask, slots,
+        queries.push_back({pass->qkv + row * width + head * size, mask, token.slots,
                            &scores[number * (CHUNK + WIDTH)], &sums[number * size], HIDDEN, 0.0f});
       }
       if (apart) finish(row + 1, places.data());

@@ -27,6 +27,7 @@ from decode.model.forward.rotations import Rotation
 MOST_TOKENS = 128
 # `CHUNK` and `TOKENS` of few_rows_attention.h.
 CHUNK, TOGETHER = 512, 4
+TOKEN = 7  # numbers of a `Token` of few_rows.cpp
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -195,7 +196,9 @@ class FewRowsPass:
     ) -> bool:
         """Whether a pass over these states can be run so. The arguments are those of the class, and
         what its layers get."""
-        tokens, dtype = states.shape[1] if real is None else real.width, states.dtype
+        tokens, dtype = states.shape[1], states.dtype
+        if real is not None:
+            tokens = int(real.counts.max())
         return (
             tokens <= MOST_TOKENS
             and {rotation.cos.dtype for rotation in rotations} <= {dtype}
@@ -318,12 +321,13 @@ class FewRowsPass:
         if window.begin is None:
             placed = window.slots_on(slots.keys.device)[1].flatten().numpy()
         every = np.arange(tokens)
-        turned = every * cos.stride(1)
-        if self._real is None:
-            turned = rows * _step(cos, 0) + columns * cos.stride(1)
-        seen = every if mask is None else rows * _step(mask, 0) + columns * mask.stride(2)
-        where = np.empty((tokens, 4), dtype=np.int64)
-        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = rows, placed, seen, turned
+        # Where the rotation and the mask of each token begin: those of a list are one row.
+        row, column = (rows, columns) if self._real is None else (0, every)
+        turned = row * _step(cos, 0) + column * cos.stride(1)
+        seen = every if mask is None else row * _step(mask, 0) + column * mask.stride(2)
+        first, most = window.rows.start, int(columns.max()) + 1  # tokens of a text
+        where, own = (np.empty((tokens, x), dtype=np.int64) for x in (TOKEN, most))
+        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
         (begins,) = (columns % TOGETHER == 0).nonzero()
         bounds = np.empty(len(begins) + 1, dtype=np.int64)
         bounds[:-1], bounds[-1] = begins, tokens
@@ -345,14 +349,15 @@ class FewRowsPass:
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, mask, where, bounds
+        self._kept += cos, sin, mask, where, bounds, own
         if mask is not None:
             made.mask = mask.data_ptr()
         if isinstance(window.read, slice):
             made.begin_read = window.read.start
         else:
             read = window.read.contiguous()
-            made.read, made.read_text = read.data_ptr(), _step(read, 0)
+            made.read_text = read.stride(0)
+            made.read = read.data_ptr() - first * read.stride(0) * read.itemsize
             self._kept.append(read)
         chunks = -(-(made.begin_read % CHUNK + made.slots) // CHUNK)
         if chunks > 1:
@@ -361,6 +366,9 @@ class FewRowsPass:
             made.parts = parts.data_ptr()
             self._kept.append(parts)
         made.address = ctypes.addressof(made)
+        found = few_rows.library(self._states.dtype)
+        assert found is not None
+        found.look_up(made.address, torch.from_numpy(own).data_ptr(), most)
         return made
 
 

@@ -39,8 +39,7 @@ class LeanForward(PackedLayer):
     softcap of the logits. It shares the parameters of the model, and its products are packed, so it
     runs on a CPU only.
 
-    pads: whether it computes the padding of a pass. It computes the list of its tokens
-    (`RealTokens`) only.
+    pads: whether it computes the padding of a pass. It computes a list of tokens (`RealTokens`).
     keeps_bits: its layers and its output layer run in C++ (`CachedLM.keeps_bits`).
     skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
@@ -117,15 +116,13 @@ class LeanForward(PackedLayer):
         columns: Tensor | None = None,
         captured_layers: Sequence[int] = (),
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
-        """Feed tokens. Returns the logits, and the hidden states of captured layers, [B, n, H].
-        Logits of all columns are those of the list of real tokens, [1, T, V], if there is one.
+        """Feed tokens. Returns the logits, and the hidden states of captured layers, [B, n, H]. A
+        list of tokens is one row here.
 
         ids: int64 [B, n]. positions: int64 [B, n] or [1, n]. masks, slots: one per layer. columns:
         int64 [B, k], the only columns of each row that get logits, [B, k, V].
         """
         real = slots[0].real
-        if real is not None:
-            ids, positions = real.flat(ids), real.flat(positions)
         states = self.embed(ids)
         rotations = self.rotations(states, positions)
         kinds = self._kinds if self.rotary_kinds else [""] * len(self._kinds)
@@ -142,12 +139,7 @@ class LeanForward(PackedLayer):
             states, features = self._one_by_one(states, [*every], few_rows, captured_layers)
         if FINAL in captured_layers:
             states = features[FINAL] = self.norm(states)
-        if real is not None:
-            features = {number: real.padded(x) for number, x in features.items()}
-        if real is not None and columns is not None:
-            states = real.padded(states, columns)
-        else:
-            states = columns_of(states, columns)
+        states = columns_of(states, columns)
         logits = self.read_out(states if FINAL in captured_layers else self.norm(states))
         return logits, features
 

@@ -8,8 +8,8 @@ decoder's start token. All else is as for a model without an encoder.
 Shapes: B rows, n tokens fed per row, T tokens of the longest source, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -161,12 +161,6 @@ class Sources:
         self._slots.keep_rows(rows)
         self._lengths = self._lengths[rows]
 
-    @contextmanager
-    def only(self, first: int, end: int) -> Iterator[None]:
-        """See `Slots.only`."""
-        with replaced(self, "_lengths", self._lengths[first:end]), self._slots.only(first, end):
-            yield
-
     def read(self, sources: Sequence[Sequence[int]], first: int, pass_tokens: int) -> None:
         """Let the encoder read the sources of the rows from `first` on, at most `pass_tokens`
         tokens in a pass, or one source. Raises UserError as `require_memory` does."""
@@ -185,19 +179,20 @@ class Sources:
                 to_device(ids, self.device), to_device(mask.astype(np.int64), self.device)
             )
             at = first + begin
-            with slots.only(at, at + len(group)):
-                slots.place(np.zeros(len(group), dtype=np.int64), ids.shape[1])
-                for layer, (key, value) in zip(slots.layers, keys, strict=True):
-                    layer.update(key, value)
+            slots.place(np.zeros(len(group), dtype=np.int64), ids.shape[1], first=at)
+            for layer, (key, value) in zip(slots.layers, keys, strict=True):
+                layer.update(key, value)
             self._lengths[at : at + len(group)] = lengths
 
-    def reading(self) -> AbstractContextManager[None]:
-        """Inside this context, the fed rows are decoded from their sources."""
-        longest = int(self._lengths.max())
+    def reading(self, first: int, count: int) -> AbstractContextManager[None]:
+        """Inside this context, `count` rows from `first` on are decoded from their sources."""
+        rows = slice(first, first + count)
+        lengths = self._lengths[rows]
+        longest = int(lengths.max())
         layers: list[CacheLayerMixin] = [
-            _SourceLayer(layer.keys[:, :, :longest], layer.values[:, :, :longest])
+            _SourceLayer(layer.keys[rows, :, :longest], layer.values[rows, :, :longest])
             for layer in self._slots.layers
         ]
-        visible = np.arange(longest) < self._lengths[:, None]
+        visible = np.arange(longest) < lengths[:, None]
         mask = AttentionMask(to_device(visible, self.device)[:, None, None], self.model.dtype)
         return self._forward.reading(layers, mask)

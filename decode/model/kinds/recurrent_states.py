@@ -29,7 +29,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
-from decode.model.cache.fed_rows import FedRows
 from decode.model.cache_names import cache_argument, with_cache
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import decoder_config, input_device
@@ -42,7 +41,7 @@ LONGEST_LOG = 64
 UNKNOWN = -1
 
 
-class RecurrentStates(FedRows):
+class RecurrentStates:
     """The states of the layers `numbers` of a model, for the rows that are decoding.
 
     The calls for one pass: `lost` and `rewind`, then the pass inside `feeding`.
@@ -73,7 +72,6 @@ class RecurrentStates(FedRows):
         self._log: dict[int, list[Tensor]] = {number: [] for number in self._mixers}
         self._places = np.zeros((rows, 0), dtype=np.int64)
         self._tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=self.device)
-        self._fed = slice(0, rows)
 
     def among(self, slots: Sequence[Any]) -> list[Any]:
         """The cache layers of the complete model: `slots` are those of its other layers."""
@@ -83,8 +81,7 @@ class RecurrentStates(FedRows):
 
     def add_rows(self, count: int, capacity: int) -> None:
         """Append empty rows. capacity: the tokens that any row may have from now on."""
-        rows, before = self._tokens.shape
-        grown = (0, max(capacity - before, 0), 0, count)
+        grown = (0, max(capacity - self._tokens.shape[1], 0), 0, count)
         self._tokens = nn.functional.pad(self._tokens, grown)
         self._at, self._base, self._logged = (
             np.pad(x, (0, count)) for x in (self._at, self._base, self._logged)
@@ -93,7 +90,6 @@ class RecurrentStates(FedRows):
         for states in (self._now, self._snapshots):
             for number, kept in states.items():
                 states[number] = [torch.cat([x, x.new_zeros(count, *x.shape[1:])]) for x in kept]
-        self._look_up(0, rows + count)
 
     def keep_rows(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'], in this order."""
@@ -104,34 +100,30 @@ class RecurrentStates(FedRows):
         for states in (self._now, self._snapshots):
             for number, kept in states.items():
                 states[number] = [x.index_select(0, at.to(x.device)) for x in kept]
-        self._look_up(0, len(rows))
 
-    def _look_up(self, first: int, end: int) -> None:
-        self._fed = slice(first, end)
-        for number, states in self._now.items():
-            _set_states(self.layers[number], [x[first:end] for x in states])
-
-    def lost(self, start: np.ndarray) -> np.ndarray:
-        """The fed rows whose states after the first `start` tokens, int [B], are neither kept nor
-        can be replayed. Feed these rows their tokens again, from the first one on."""
-        at, base = self._at[self._fed], self._base[self._fed]
-        end = base + self._logged[self._fed]
+    def lost(self, start: np.ndarray, first: int = 0) -> np.ndarray:
+        """Which of the B rows from `first` on have states after their first `start` tokens, int
+        [B], that are neither kept nor can be replayed. Feed these rows their tokens again, from the
+        first one on."""
+        rows = slice(first, first + len(start))
+        at, base = self._at[rows], self._base[rows]
+        end = base + self._logged[rows]
         inside = (base <= start) & (start <= end)
         # Past all tokens of a row is nothing to know: its input has no meaning.
         past = start > np.maximum(at, end)
         return np.flatnonzero((start > 0) & (start != at) & ~inside & ~past)
 
     def tokens(self, row: int, count: int) -> Tensor:
-        """int64 [1, count]: a copy of the first tokens of a fed row."""
-        row += self._fed.start
+        """int64 [1, count]: a copy of the first tokens of a row."""
         return self._tokens[row : row + 1, :count].clone()
 
-    def rewind(self, start: np.ndarray, *, settle: bool = False) -> None:
-        """Set the states of the fed rows to those after their first `start` tokens, int [B].
+    def rewind(self, start: np.ndarray, first: int = 0, *, settle: bool = False) -> None:
+        """Set the states of the B rows from `first` on to those after their first `start` tokens,
+        int [B].
 
         settle: no row goes back further than that any more, so all get a new snapshot.
         """
-        rows = np.arange(self._fed.start, self._fed.stop)
+        rows = np.arange(first, first + len(start))
         empty = rows[(start == 0) & (self._at[rows] != 0)]
         if len(empty):
             self._clear(empty)
@@ -183,7 +175,6 @@ class RecurrentStates(FedRows):
                 states = _states(layer)
             for x, new in zip(self._now[number], states, strict=True):
                 x[to_device(rows, x.device)] = new
-        self._look_up(self._fed.start, self._fed.stop)
 
     @contextmanager
     def feeding(
@@ -192,11 +183,14 @@ class RecurrentStates(FedRows):
         start: np.ndarray,
         ends: np.ndarray | None,
         ancestors_BNM: Tensor | None = None,
+        first: int = 0,
     ) -> Iterator[None]:
-        """The pass that feeds these tokens to the slots from `start` on, int [B], runs inside this
-        context. ends: see `CachedLM.forward`, as is ancestors_BNM: a tree, of which other nodes may
-        have been fed before."""
-        rows, n = np.arange(self._fed.start, self._fed.stop), ids_BN.shape[1]
+        """The pass that feeds these tokens to the slots from `start` on, int [B], of the rows from
+        `first` on runs inside this context. ends: see `CachedLM.forward`, as is ancestors_BNM: a
+        tree, of which other nodes may have been fed before."""
+        rows, n = np.arange(first, first + len(start)), ids_BN.shape[1]
+        fed = slice(first, first + len(start))
+        self._set(fed)
         tree = ancestors_BNM is not None
         root = start - (ancestors_BNM.shape[2] - n) if ancestors_BNM is not None else start
         logs = tree or ends is None or bool((ends != start + n).any())
@@ -212,20 +206,25 @@ class RecurrentStates(FedRows):
             if ancestors_BNM is not None:
                 counts = np.full(len(rows), n) if ends is None else ends - start
                 nodes, places = leaf_paths(ancestors_BNM.cpu().numpy(), counts)
-                first = np.where(known, root - self._base[rows], 0)[:, None]
-                earlier = first + np.arange(ancestors_BNM.shape[2] - n)
+                logged = np.where(known, root - self._base[rows], 0)[:, None]
+                earlier = logged + np.arange(ancestors_BNM.shape[2] - n)
                 before = self._places[rows[:, None], earlier] * known[:, None]
-                self._branch(hooks, inputs, before, nodes, places)
+                self._branch(hooks, inputs, before, nodes, places, fed)
             yield
         if not self._now:
-            self._allocate()
+            self._allocate(fed)
         columns = to_device(start, self.device)[:, None] + torch.arange(n, device=self.device)
         self._tokens[to_device(rows, self.device)[:, None], columns] = ids_BN
         self._at[rows[known]] = root[known] if tree else start[known] + n
         if logs:
             self._append(inputs, rows, known, n)
         if ends is not None and not tree:
-            self.rewind(ends, settle=True)
+            self.rewind(ends, first, settle=True)
+
+    def _set(self, fed: slice) -> None:
+        """Let the layers have the states of these rows."""
+        for number, states in self._now.items():
+            _set_states(self.layers[number], [x[fed] for x in states])
 
     def _branch(
         self,
@@ -234,6 +233,7 @@ class RecurrentStates(FedRows):
         before_BM: np.ndarray,
         nodes_BPD: np.ndarray,
         places_BN: np.ndarray,
+        fed: slice,
     ) -> None:
         """Let the layers read the paths of a tree (`leaf_paths`) as rows, token by token: their
         forms for several tokens fill up each row to a chunk. before_BM: where the log has the
@@ -258,7 +258,7 @@ class RecurrentStates(FedRows):
         ) -> Tensor:
             read = [_reading(x, args, kwargs) for x in later]
             outputs = [output, *(mixer.forward(*given, **named) for given, named in read)]
-            _set_states(self.layers[number], [x[self._fed] for x in self._now[number]])
+            _set_states(self.layers[number], [x[fed] for x in self._now[number]])
             by_place = torch.cat(outputs, 1).unflatten(0, (rows, paths)).flatten(1, 2)
             return _picked(by_place, places)
 
@@ -269,8 +269,8 @@ class RecurrentStates(FedRows):
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """Keep a path of the tree that was fed last, as `Slots.commit` does."""
-        kept = np.flatnonzero(self._at[self._fed] == start)
-        rows, start, columns = self._fed.start + kept[:, None], start[kept, None], columns_BM[kept]
+        kept = np.flatnonzero(self._at[: len(start)] == start)
+        rows, start, columns = kept[:, None], start[kept, None], columns_BM[kept]
         order, first = np.arange(columns.shape[1]), start - self._base[rows]
         self._places[rows, first + order] = self._places[rows, first + columns]
         self._logged[rows] = first + counts[kept, None]
@@ -292,15 +292,14 @@ class RecurrentStates(FedRows):
         self._places[kept[:, None], columns] = places[known]
         self._logged[kept] += n
 
-    def _allocate(self) -> None:
+    def _allocate(self, fed: slice) -> None:
         """After the first pass: states for all rows, of the shapes that the layers made."""
         for number, layer in self.layers.items():
             made = _states(layer)
             self._now[number] = [x.new_zeros(len(self._at), *x.shape[1:]) for x in made]
             self._snapshots[number] = [torch.zeros_like(x) for x in self._now[number]]
             for x, new in zip(self._now[number], made, strict=True):
-                x[self._fed] = new
-        self._look_up(self._fed.start, self._fed.stop)
+                x[fed] = new
 
 
 def _mixer(model: PreTrainedModel, number: int) -> nn.Module:

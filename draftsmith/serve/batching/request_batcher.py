@@ -253,6 +253,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self._waiting.remove(choice)
                 self.metrics.queue_time.observe(now - request.arrived)
 
+    def _read(self) -> None:
+        if not self._decoding.reads_beside:
+            return super()._read()
+        for row in self._decoding.unread:  # those that begin, and those that are complete
+            if row in self._decoding.waiting:
+                self._read_on(self._rows[row], row, 0)
+
     def _read_on(self, choice: AnswerChoice, row: int, tokens: int) -> bool:
         before, known = set(self._decoding.waiting), self.decoder.prefixes
         looked_up = (0, 0) if known is None else (known.reused, known.read)
@@ -276,7 +283,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _pass(self) -> None:
         started = time.monotonic()
         ran = [self._rows[row] for row in self._decoding.rows.numbers.tolist()]
-        step = self._step(ran)
+        step = self._step(ran, None, self.bounds.prefill_tokens)
         if step is None:
             return
         for choice in ran:

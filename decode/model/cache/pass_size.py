@@ -1,9 +1,4 @@
-"""What the next pass feeds: which rows, of all that keep something, how many tokens, and how much
-padding."""
-
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+"""How many tokens a pass feeds, and how much padding."""
 
 import numpy as np
 
@@ -23,34 +18,6 @@ SHORT_PASS_TOKENS = 512
 # The same for scores of all heads that are in memory together.
 SCORES = 1 << 27
 SCORED_TOKENS = 32
-
-
-class FedRows(ABC):
-    """Base of what keeps something for each row: keys and values, or running states."""
-
-    _fed = slice(0, 0)
-
-    def only(self, first: int, end: int) -> AbstractContextManager[None]:
-        """Inside this context, only rows first … end−1 are fed: of all rows, or in another such
-        context, of the rows that are fed there."""
-        fed = self._fed
-        begin, end = fed.start + first, fed.start + end
-        if (begin, end) == (fed.start, fed.stop):
-            return nullcontext()
-        return self._only(begin, end)
-
-    @contextmanager
-    def _only(self, begin: int, end: int) -> Iterator[None]:
-        before = self._fed
-        self._look_up(begin, end)
-        try:
-            yield
-        finally:
-            self._look_up(before.start, before.stop)
-
-    @abstractmethod
-    def _look_up(self, first: int, end: int) -> None:
-        """Feed rows first … end−1 of all rows from now on."""
 
 
 def pads_little(counts: np.ndarray, width: int) -> bool:
