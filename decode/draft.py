@@ -139,11 +139,13 @@ class Limits:
         is already chosen: dropping a token because of its own probability would change the
         distribution of the text.
     stops_after: the draft ends after that token, which is still drafted, and not before it.
+    weighs: the draft says how sure the drafter is of each node (`Draft.confidence`), if it can.
     """
 
     depths: np.ndarray
     stops: Stops | None = None
     stops_after: bool = False
+    weighs: bool = False
 
     @property
     def max_depth(self) -> int:
@@ -164,7 +166,9 @@ class Draft:
     _host_parents: the parents on the host, if the shape knows them. Else they are read.
     _chosen_rows: bool [B] on the host, rows whose tokens were all chosen although there is a q.
         None: no row.
-    sure: int [B] on the host or None: for looked-up drafts, how much of the text was found again.
+    confidence: float32 [B, N] or None: how likely the target accepts a node if it accepts those
+        above it, as the drafter knew it before the node was drawn. None: the drafter does not say.
+    went: the depth that the drafter drafted to, if nodes were left out since. Else 0.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
 
@@ -179,7 +183,8 @@ class Draft:
     q_rows: Tensor | None = None
     drawn: Drawn = "independent"
     _chosen_rows: np.ndarray | None = None
-    sure: np.ndarray | None = field(default=None, kw_only=True)
+    confidence: Tensor | None = field(default=None, kw_only=True)
+    went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
@@ -196,14 +201,14 @@ class Draft:
         )
 
     @classmethod
-    def chosen(cls, chains: Sequence[Sequence[int]], sure: Sequence[int] = ()) -> "Draft":
+    def chosen(cls, chains: Sequence[Sequence[int]]) -> "Draft":
         """One chain per row, on the host, of tokens that were looked up, not drawn. A chain may be
-        empty. sure: of each row; () if that is not known."""
+        empty."""
         sizes = np.array([len(tokens) for tokens in chains])
         padded = np.zeros((len(chains), int(sizes.max())), dtype=np.int64)
         for row, tokens in enumerate(chains):
             padded[row, : len(tokens)] = tokens
-        return cls(torch.as_tensor(padded), sizes, sure=np.array(sure) if len(sure) else None)
+        return cls(torch.as_tensor(padded), sizes)
 
     def to(self, device: torch.device) -> "Draft":
         """The same draft with its tensors on `device`."""
@@ -223,8 +228,15 @@ class Draft:
             self._chosen_rows,
             move(self._ancestors),
             self._host_parents,
-            sure=self.sure,
+            confidence=move(self.confidence),
+            went=self.went,
         )
+
+    def confidences(self) -> Tensor:
+        """float32 [B, N]: `confidence`, or one half where the drafter does not say."""
+        if self.confidence is None:
+            return torch.full(self.tokens.shape, 0.5, device=self.tokens.device)
+        return self.confidence
 
     @property
     def is_chain(self) -> bool:

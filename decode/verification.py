@@ -173,7 +173,7 @@ class Verification(Outcome, Verdict):
             drafted=draft.sizes,
             nodes_by_depth=by_depth,
             fed=len(rows) + int(draft.sizes.sum()) if fed is None else fed,
-            draft_steps=max([int(by_depth.any(0).sum()), *looked]),
+            draft_steps=max([draft.went, int(by_depth.any(0).sum()), *looked]),
             features=features,
             previous_features=previous_features,
             seconds=seconds or Seconds(),

@@ -17,6 +17,7 @@ from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.draw.logits import change_drafts
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, argmax, draw
+from decode.tree_nodes import largest
 from decode.tree_structure import grown_ancestors
 
 
@@ -173,16 +174,18 @@ class Chain(Shape):
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         ends = None if limits.stops is None else _Ends(limits.stops, limits, growth)
-        drawn, q = chain_of(growth, int(limits.depths.max()), sampling, rng, ends)
+        sure: list[Tensor] | None = [] if limits.weighs else None
+        drawn, q = chain_of(growth, int(limits.depths.max()), sampling, rng, ends, sure)
         sizes = limits.depths.copy() if ends is None else ends.lengths.cpu().numpy()
         width = int(sizes.max(initial=0))
         if not width:
             return Draft.none(growth.rows, growth.device)
         tokens = growth.ids(torch.stack(drawn[:width], 1))
+        confidence = torch.stack(sure[:width], 1) if sure else None
         if not q:
-            return Draft(tokens, sizes)
-        chosen = sampling.greedy_rows(growth.rows)
-        return Draft(tokens, sizes, q=torch.stack(q[:width], 1), _chosen_rows=chosen)
+            return Draft(tokens, sizes, confidence=confidence)
+        chosen, drawn_from = sampling.greedy_rows(growth.rows), torch.stack(q[:width], 1)
+        return Draft(tokens, sizes, drawn_from, _chosen_rows=chosen, confidence=confidence)
 
 
 class _Ends:
@@ -210,10 +213,16 @@ def greedy_among(sampling: Sampling, growth: Growth) -> Tensor | None:
 
 
 def chain_of(
-    growth: Growth, depth: int, sampling: Sampling, rng: CounterRNG, ends: _Ends | None = None
+    growth: Growth,
+    depth: int,
+    sampling: Sampling,
+    rng: CounterRNG,
+    ends: _Ends | None = None,
+    sure: list[Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Choose `depth` tokens, one after the other: rows of the draft vocabulary, int64 [B] each; and
-    what each was drawn from, float32 [B, V] each, without tokens that were not drawn.
+    what each was drawn from, float32 [B, V] each, without tokens that were not drawn. sure: gets
+    how likely each is accepted, float32 [B], as the drafter knows it before it is drawn.
 
     Without `ends` it is work for the device only.
     """
@@ -225,6 +234,8 @@ def chain_of(
             depth = ends.at(position, logits)
             if depth <= position:
                 break
+        if sure is not None:
+            sure.append(largest(logits))
         if sampling.greedy:
             drawn = argmax(logits)
         elif rng.couples:
