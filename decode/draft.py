@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.base.device import surely_none, to_device
+from decode.base.device import reads_are_free, surely_none, to_device
 from decode.draw.constraint import Guide
 from decode.draw.penalties import Answers
 from decode.tree_structure import (
@@ -31,6 +31,8 @@ Drawn = Literal["independent", "distinct", "mixed"]
 Siblings = Literal["chosen", "independent", "distinct", "mixed"]
 # See `Limits.stops`.
 Stops = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
+# See `Limits.grows`.
+Grows = Callable[[int, Tensor, Tensor | None], bool]
 
 
 @dataclass
@@ -139,17 +141,27 @@ class Limits:
         is already chosen: dropping a token because of its own probability would change the
         distribution of the text.
     stops_after: the draft ends after that token, which is still drafted, and not before it.
-    weighs: the draft says how sure the drafter is of each node (`Draft.confidence`), if it can.
+    grows: whether drafts that are so deep get another level, given how sure the drafter is of each
+        of their nodes, float32 [B, N], and the parents of these, int64 [B, N], or None for chains.
+        A draft then says how sure the drafter was (`Draft.confidence`), if it can.
     """
 
     depths: np.ndarray
     stops: Stops | None = None
     stops_after: bool = False
-    weighs: bool = False
+    grows: Grows | None = None
 
     @property
     def max_depth(self) -> int:
         return int(self.depths.max(initial=0))
+
+    def ends(self, depth: int, confidence: Sequence[Tensor], parents: Tensor | None = None) -> bool:
+        """Whether drafts end that are so deep. confidence: of their nodes, [B, n] each, side by
+        side. On an accelerator they do not: reading would take longer than drafting."""
+        if self.grows is None or not reads_are_free(confidence[0].device):
+            return False
+        deeper = torch.from_numpy(self.depths > depth)[:, None]
+        return not self.grows(depth, torch.cat([*confidence], 1) * deeper, parents)
 
 
 @dataclass

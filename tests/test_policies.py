@@ -686,6 +686,63 @@ def test_a_draft_to_learn_from_has_the_first_node_of_each_row() -> None:
         pytest.fail("tokens that are always accepted are never taken for worth it")
 
 
+def test_drafts_grow_while_another_level_is_worth_its_time() -> None:
+    """The more rows may still accept something, the sooner it is."""
+    policy = worth(CURVES["flat"], c=0.3, rows=2)
+    policy._accepted[:2], policy._tried[:2] = 7.0, 10.0
+    policy.depths()
+    policy._asks = False
+
+    def grows(*sure: float) -> bool:
+        policy._ended = 3
+        found = policy.grows(1, torch.tensor(sure)[:, None], None)
+        assert policy._ended == (3 if found else 1)
+        return found
+
+    # A level costs 0.3 plain steps, in which the two rows would get 0.6 tokens or more. A token
+    # after one of which the chance is c is accepted with chance 0.7 c.
+    assert grows(0.99, 0.99)
+    assert not grows(0.99, 0.01)
+    assert not grows(0.2, 0.2)
+    # Then the average decides no more how deep drafts may be.
+    assert policy.depths().tolist() == [3, 3]
+    policy._asks = True
+    assert policy.grows(1, torch.tensor([[0.01], [0.01]]), None)
+
+
+class Shallow(Fixed):
+    """Lets no draft have a third level."""
+
+    weighs = True
+
+    def grows(self, depth: int, confidence: torch.Tensor, parents: torch.Tensor | None) -> bool:
+        assert confidence.shape[1] == (depth if parents is None else parents.shape[1])
+        assert 0 < confidence.max() <= 1
+        return depth < 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "chain",
+        "dynamic:width=2,nodes=9",
+        "static:widths=[2,1,1]",
+        "static:widths=[1,2,1],draw=distinct",
+    ],
+)
+def test_drafts_of_all_shapes_end_where_they_should(shape: str, temperature: float) -> None:
+    sampling = Sampling(temperature)
+    plain = Decoder(model("llama"), None, sampling=sampling).decode(PROMPTS, 24, seed=2)
+    drafter = SmallLMDrafter(model("llama"), shape=SHAPES.make(shape))  # the target itself
+    found = Decoder(
+        model("llama"), drafter, policy=Shallow(4), sampling=sampling, rule="exact"
+    ).decode(PROMPTS, 24, seed=2)
+    assert found.outputs == plain.outputs
+    assert max(step.draft_steps for step in found.steps) == 2
+    assert max(int(step.accepted.max()) for step in found.steps) == 2
+
+
 class Half(Fixed):
     """Feeds the first half of the nodes."""
 

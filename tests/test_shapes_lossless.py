@@ -198,9 +198,9 @@ def different(draft: Draft) -> tuple[Draft, np.ndarray]:
     return found, counts / len(draft.sizes)
 
 
-def drafts_of(drafter: Drafter, rng: GridNoise, weighs: bool = False) -> Draft:
+def drafts_of(drafter: Drafter, rng: GridNoise, grows: Any = None) -> Draft:
     contexts = contexts_of([[0]] * len(rng.grid))
-    return drafter.draft(contexts, replace(limits_of(contexts, 2), weighs=weighs), PLAIN, rng)
+    return drafter.draft(contexts, replace(limits_of(contexts, 2), grows=grows), PLAIN, rng)
 
 
 # (shape, options, parts of the grid, how many draws). Without replacement a second draw is from
@@ -275,7 +275,7 @@ def variation_of_cut(
     node is weighed by its own token's q, which is known when it is drawn."""
     p, q, _ = pair(seed)
     rng = GridNoise(grid(parts, draws))
-    draft = drafts_of(TableDrafter(q, SHAPES[shape](**options)), rng, weighs=True)
+    draft = drafts_of(TableDrafter(q, SHAPES[shape](**options)), rng, grows=lambda *level: True)
     if late:
         draft.confidence = draft.q_of_tokens().float()
     before = cut(draft, PRICE)
@@ -306,6 +306,19 @@ def test_nodes_that_are_left_out_for_what_was_drawn_are_found(
         for seed in range(PAIRS)
     ]
     assert max(apart for apart, _ in found) > 0.02
+
+
+@pytest.mark.parametrize("rule", ["multi_round", "spectr", "traversal"])
+def test_a_branch_may_end_for_a_token_of_another_that_was_drawn_before(rule: str) -> None:
+    """As a batch ends, by what was drawn in all of its rows and branches. Whether a rule accepts a
+    node does not depend on what is below it."""
+    shape = SHAPES["static"](widths=[2, 1], draw="independent")
+    for seed in range(PAIRS):
+        p, q, _ = pair(seed)
+        draft = drafts_of(TableDrafter(q, shape), GridNoise(grid(4, 4)))
+        draft.limit_depth(np.where(draft.tokens[:, 1] == 0, 1, 2))
+        found = enumerate_drafts(RULES[rule](), p, *different(draft))
+        assert total_variation(found.joint, p.joint()) < 1e-5
 
 
 def merged_drafts(other: str, seed: int) -> tuple[Contextual, Draft]:

@@ -27,15 +27,15 @@ from decode.verification import Verification
 
 
 class Policy(ABC):
-    """Call order within one decode: start → (depths → stops* → kept → signals → observe)*, with
-    keep_rows and add_rows in between. `kept` comes only after a draft.
+    """Call order within one decode: start → (depths → (stops, grows)* → kept → signals → observe)*,
+    with keep_rows and add_rows in between. `kept` comes only after a draft.
 
     max_depth: the max depth of a draft. watches: the drafter calls `stops` before each token of a
     chain.
     stops_after: a draft that `stops` ends still gets that token, and ends after it.
     constant: all drafts have the same depth, so figures per draft length are meaningful.
     needs_costs: `use_costs` is worth the seconds that measuring takes.
-    weighs: `kept` reads how sure the drafter is of each node (`Draft.confidence`).
+    weighs: `grows` and `kept` read how sure the drafter is of each node (`Draft.confidence`).
     by_batch: it decides for the batch as a unit, or from the batches before.
     per_row: the state that it keeps of each row (`decode.row_state`).
     reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
@@ -83,6 +83,12 @@ class Policy(ABC):
         for different rows.
         """
         raise NotImplementedError
+
+    def grows(self, depth: int, confidence: Tensor, parents: Tensor | None) -> bool:
+        """Whether drafts that are `depth` deep get another level, given how sure the drafter is of
+        each of their nodes, float32 [B, N], and the parents of these, int64 [B, N], or None for
+        chains. Called only if `weighs`, where a drafter can say it, and not on an accelerator."""
+        return True
 
     def kept(self, draft: Draft) -> np.ndarray | None:
         """bool [B, N]: the nodes of a draft that are fed, each with its parent and, if siblings

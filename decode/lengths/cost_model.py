@@ -70,6 +70,7 @@ class CostModel(Policy):
         self._allowed, self._fed = np.zeros((2, max_depth))
         self._allowed[0] = self._fed[0] = 1.0
         self._asks = False  # the next draft is made to learn from it
+        self._ended = max_depth  # where the policy let the last drafts end, if it did
         self._rate = 0.0  # the tokens per second of all rows that drafts of the best depth give
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
@@ -175,7 +176,7 @@ class CostModel(Policy):
             return
         accepted, fed = self._results(verification)
         positions = np.arange(self.max_depth)
-        allowed = verification.depths[:, None] > positions
+        allowed = np.minimum(verification.depths, self._ended)[:, None] > positions
         tried = allowed & (accepted[:, None] >= positions)
         self._tried += tried.sum(0)
         self._accepted += (tried & (accepted[:, None] > positions)).sum(0)

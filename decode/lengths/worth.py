@@ -1,10 +1,10 @@
 """The draft tokens of all rows together that give the most tokens per second by measured costs."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
+from torch import Tensor
 
 from decode.draft import Draft
 from decode.lengths import POLICIES
@@ -49,7 +49,7 @@ class Worth(CostModel):
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _fed_nodes: "_Nodes | None" = None  # of this pass
-    _nodes_fed: "_Nodes | None" = None  # of the last draft
+    _grows = False  # whether the drafter asks if drafts get another level
 
     @cached_property
     def _graded(self) -> np.ndarray:
@@ -67,21 +67,53 @@ class Worth(CostModel):
         return (rising + falling[::-1]) / 2
 
     def depths(self) -> np.ndarray:
-        self._fed_nodes = None
-        return super().depths()
+        self._fed_nodes, self._ended = None, self.max_depth
+        depths = super().depths()
+        # The average decides whether to draft, and `grows` how deep.
+        deep = self._grows and not self._asks
+        return np.full_like(depths, self.max_depth) if deep else depths
+
+    def grows(self, depth: int, confidence: Tensor, parents: Tensor | None) -> bool:
+        self._grows = True
+        if self._asks:
+            return True
+        valid = np.ones(confidence.shape, dtype=bool)
+        above = None if parents is None else parents.numpy()
+        nodes = self._weighed(_Nodes(valid, confidence.numpy(), above, depth))
+        reached = (nodes.reached * (nodes.depths == depth - 1)).max(1)
+        per_row = reached * self._acceptance()[depth] - self._price() * self._nodes()[depth]
+        level = self._drafts(depth + 1) - self._drafts(depth)
+        if np.maximum(per_row, 0.0).sum() >= self._rate * level:
+            return True
+        self._ended = depth
+        return False
 
     def kept(self, draft: Draft) -> np.ndarray | None:
         if not draft.sizes.any() or (draft.confidence is None and not draft.is_chain):
             return None
-        chances, own = self._chances(), (self._kept + OWN) / (self._expected_of + OWN)
-        nodes = _Nodes.of(draft, chances, own, self._price())
+        valid = np.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
+        parents = None if draft.is_chain else draft.parents_on_host()
+        confidence = draft.confidences().cpu().numpy()
+        nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels()))
         keep = nodes.worth
         if self._asks:
             keep = keep.copy()
-            keep[:, 0] = nodes.valid[:, 0]
-        every = bool((keep == nodes.valid).all())
-        self._fed_nodes = nodes if every else nodes.only(keep)
-        return None if every else keep
+            keep[:, 0] = valid[:, 0]
+        every = bool((keep == valid).all())
+        self._fed_nodes = nodes
+        if every:
+            return None
+        nodes.keep(keep)
+        return keep
+
+    def _weighed(self, nodes: "_Nodes") -> "_Nodes":
+        """The same with their chances."""
+        own = (self._kept + OWN) / (self._expected_of + OWN)
+        nodes.chances = self._chances()[nodes.grades, nodes.depths]
+        here = np.minimum(own[:, None] * nodes.chances, 1.0)
+        nodes.reached = nodes.from_the_root(here, np.multiply)
+        nodes.worth = nodes.valid & (nodes.reached >= self._price())
+        return nodes
 
     def observe(self, verification: Verification) -> None:
         super().observe(verification)
@@ -103,57 +135,44 @@ class Worth(CostModel):
         return accepted.sum(1), np.bincount(nodes.depths[nodes.worth])
 
 
-@dataclass
 class _Nodes:
     """The nodes of a draft, [B, N] each.
 
-    valid: those that are no padding. parents: −1 is the root; None: chains. depths: 0 for the
-    root's children. grades, chances: by what the drafter says, if their parents are accepted.
-    worth: bool, those that are worth their price.
+    valid: those that are no padding. parents: −1 is the root; None: chains. levels: the depth of
+    the deepest. depths: 0 for the root's children. grades: by what the drafter says of them.
+    chances: if their parents are accepted, as of all rows. reached: if that is not known, as of
+    this row. worth: bool, those that are worth their price.
     """
 
-    valid: np.ndarray
-    parents: np.ndarray | None
-    depths: np.ndarray
-    grades: np.ndarray
     chances: np.ndarray
+    reached: np.ndarray
     worth: np.ndarray
 
-    @classmethod
-    def of(cls, draft: Draft, chances: np.ndarray, own: np.ndarray, price: float) -> "_Nodes":
-        """Arguments: those of `Worth`, [grades, max_depth], and [B], how much more of a row's nodes
-        is accepted."""
-        count = draft.tokens.shape[1]
-        valid = np.arange(count) < draft.sizes[:, None]
-        confidence = draft.confidences().cpu().numpy()
+    def __init__(
+        self, valid: np.ndarray, confidence: np.ndarray, parents: np.ndarray | None, levels: int
+    ) -> None:
+        self.valid, self.parents, self.levels = valid, parents, levels
         odds = confidence / np.maximum(1 - confidence, TINY) + TINY
-        grades = np.log2(odds).clip(LEAST, MOST).round().astype(np.int64) - LEAST
-        parents = None if draft.is_chain else draft.parents_on_host()
-        levels = draft.levels()
-        if parents is None:
-            depths = np.broadcast_to(np.arange(count), grades.shape)
-        else:
-            depths = down_the_paths(np.ones_like(parents), parents, levels, np.add) - 1
-        found = chances[grades, depths]
-        reached = np.minimum(own[:, None] * found, 1.0)
-        if parents is None:
-            reached = reached.cumprod(1)
-        else:
-            reached = down_the_paths(reached, parents, levels, np.multiply)
-        return cls(valid, parents, depths, grades, found, valid & (reached >= price))
+        self.grades = np.log2(odds).clip(LEAST, MOST).round().astype(np.int64) - LEAST
+        self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1
 
-    def only(self, keep: np.ndarray) -> "_Nodes":
-        """The nodes that are kept, bool [B, N], in the same order."""
+    def from_the_root(self, values: np.ndarray, joined: np.ufunc) -> np.ndarray:
+        """[B, N]: the values of each node and of those above it, [B, N], joined."""
+        if self.parents is None:
+            found: np.ndarray = joined.accumulate(values, axis=1)
+            return found
+        return down_the_paths(values, self.parents, self.levels, joined)
+
+    def keep(self, keep: np.ndarray) -> None:
+        """Drop all but these nodes, bool [B, N]. The others stay in their order."""
         order = np.argsort(~keep, axis=1, kind="stable")[:, : int(keep.sum(1).max())]
-        parents = self.parents
-        if parents is not None:
+        if self.parents is not None:
             number = np.pad(keep.cumsum(1) - 1, ((0, 0), (0, 1)), constant_values=-1)
-            parents = np.take_along_axis(np.take_along_axis(number, parents, 1), order, 1)
-        some = [
-            np.take_along_axis(x, order, 1)
-            for x in (keep, self.depths, self.grades, self.chances, self.worth)
-        ]
-        return _Nodes(some[0], parents, *some[1:])
+            above = np.take_along_axis(number, self.parents, 1)
+            self.parents = np.take_along_axis(above, order, 1)
+        self.valid = np.take_along_axis(keep, order, 1)
+        for name in ("depths", "grades", "chances", "worth"):
+            setattr(self, name, np.take_along_axis(getattr(self, name), order, 1))
 
     def outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
         """bool [B, N] each: the nodes that were accepted, and those whose parents were."""

@@ -245,7 +245,8 @@ class RunningRows:
             self._drafted = True
         policy = setup.policy
         stops = policy.stops if policy.watches else None
-        limits = Limits(depths, stops, policy.stops_after, policy.weighs)
+        grows = policy.grows if policy.weighs else None
+        limits = Limits(depths, stops, policy.stops_after, grows)
         rows = self.rows
         rng = rows.rng.coupled() if self._rule().couples else rows.rng
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)

@@ -65,7 +65,7 @@ class Chains(Shape):
         sure: list[Tensor] = []
         for begin in range(0, nodes, chains):
             width = min(chains, nodes - begin)
-            if limits.weighs:
+            if limits.grows is not None:
                 sure.append(largest(logits).expand(-1, width))
             probs = sampling.probs(logits)
             q.append(growth.over_vocabulary(probs))
@@ -103,7 +103,7 @@ class Chains(Shape):
         for depth in range(limits.max_depth):
             tokens = logits.argmax(-1) if depth else likeliest(logits[:, 0], chains)
             drawn.append(tokens)
-            if self.budget is not None or limits.weighs:
+            if self.budget is not None or limits.grows is not None:
                 own.append(log_q(logits.expand(-1, chains, -1), tokens[..., None])[..., 0])
             if depth + 1 < limits.max_depth:
                 logits = _next(growth, tokens, (depth - 1) * chains)

@@ -46,6 +46,10 @@ class Dynamic(Shape):
         # The fed node that is the parent of each candidate.
         fed_parents = torch.full_like(tokens, -1)
         for depth in range(1, limits.max_depth):
+            if limits.grows is not None:
+                _, log_q_of, _, above = zip(*layers, strict=True)
+                if limits.ends(depth, [x.exp() for x in log_q_of], torch.cat(above, 1)):
+                    break
             scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
             scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]
             begin = 0 if depth == 1 else width + (depth - 2) * width**2

@@ -134,17 +134,23 @@ class FixedTree(Shape):
         plan = self._plan(limits.max_depth, growth.device)
         if not plan.levels:
             return Draft.none(rows, growth.device)
-        children = _Children(self.siblings(sampling), growth, sampling, rng, limits.weighs)
+        weighs = limits.grows is not None
+        children = _Children(self.siblings(sampling), growth, sampling, rng, weighs)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
-        for level in plan.levels:
+        for depth, level in enumerate(plan.levels, 1):
             drawn.append(children.of(logits, level))
             if level.expanded.numel():
+                above = plan.parents[: level.first + len(level.orders)].expand(rows, -1)
+                if limits.ends(depth, children.sure, above):
+                    plan = self._plan(depth, growth.device)
+                    break
                 logits = growth.extend(
                     drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
                 )
         tokens = growth.ids(torch.cat(drawn, 1))
-        sizes = np.array([self.structure.within(int(depth)) for depth in limits.depths])
+        deepest = np.minimum(limits.depths, len(drawn))
+        sizes = np.array([self.structure.within(int(depth)) for depth in deepest])
         q = torch.cat(children.q, 1) if children.q else None
         draft = Draft(
             tokens,
