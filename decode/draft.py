@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.base.device import surely_none, to_device
+from decode.base.device import reads_are_free, surely_none, to_device
 from decode.draw.constraint import Guide
 from decode.draw.penalties import Answers
 from decode.tree_structure import (
@@ -31,6 +31,8 @@ Drawn = Literal["independent", "distinct", "mixed"]
 Siblings = Literal["chosen", "independent", "distinct", "mixed"]
 # See `Limits.stops`.
 Stops = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
+# See `Limits.grows`.
+Grows = Callable[[int, Tensor, Tensor | None], bool]
 
 
 @dataclass
@@ -139,15 +141,27 @@ class Limits:
         is already chosen: dropping a token because of its own probability would change the
         distribution of the text.
     stops_after: the draft ends after that token, which is still drafted, and not before it.
+    grows: whether drafts that are so deep get another level, given how sure the drafter is of each
+        of their nodes, float32 [B, N], and the parents of these, int64 [B, N], or None for chains.
+        A draft then says how sure the drafter was (`Draft.confidence`), if it can.
     """
 
     depths: np.ndarray
     stops: Stops | None = None
     stops_after: bool = False
+    grows: Grows | None = None
 
     @property
     def max_depth(self) -> int:
         return int(self.depths.max(initial=0))
+
+    def ends(self, depth: int, confidence: Sequence[Tensor], parents: Tensor | None = None) -> bool:
+        """Whether drafts end that are so deep. confidence: of their nodes, [B, n] each, side by
+        side. On an accelerator they do not: reading would take longer than drafting."""
+        if self.grows is None or not reads_are_free(confidence[0].device):
+            return False
+        deeper = torch.from_numpy(self.depths > depth)[:, None]
+        return not self.grows(depth, torch.cat([*confidence], 1) * deeper, parents)
 
 
 @dataclass
@@ -164,7 +178,9 @@ class Draft:
     _host_parents: the parents on the host, if the shape knows them. Else they are read.
     _chosen_rows: bool [B] on the host, rows whose tokens were all chosen although there is a q.
         None: no row.
-    sure: int [B] on the host or None: for looked-up drafts, how much of the text was found again.
+    confidence: float32 [B, N] or None: how likely the target accepts a node if it accepts those
+        above it, as the drafter knew it before the node was drawn. None: the drafter does not say.
+    went: the depth that the drafter drafted to, if nodes were left out since. Else 0.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
 
@@ -179,7 +195,8 @@ class Draft:
     q_rows: Tensor | None = None
     drawn: Drawn = "independent"
     _chosen_rows: np.ndarray | None = None
-    sure: np.ndarray | None = field(default=None, kw_only=True)
+    confidence: Tensor | None = field(default=None, kw_only=True)
+    went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
@@ -196,14 +213,14 @@ class Draft:
         )
 
     @classmethod
-    def chosen(cls, chains: Sequence[Sequence[int]], sure: Sequence[int] = ()) -> "Draft":
+    def chosen(cls, chains: Sequence[Sequence[int]]) -> "Draft":
         """One chain per row, on the host, of tokens that were looked up, not drawn. A chain may be
-        empty. sure: of each row; () if that is not known."""
+        empty."""
         sizes = np.array([len(tokens) for tokens in chains])
         padded = np.zeros((len(chains), int(sizes.max())), dtype=np.int64)
         for row, tokens in enumerate(chains):
             padded[row, : len(tokens)] = tokens
-        return cls(torch.as_tensor(padded), sizes, sure=np.array(sure) if len(sure) else None)
+        return cls(torch.as_tensor(padded), sizes)
 
     def to(self, device: torch.device) -> "Draft":
         """The same draft with its tensors on `device`."""
@@ -223,8 +240,15 @@ class Draft:
             self._chosen_rows,
             move(self._ancestors),
             self._host_parents,
-            sure=self.sure,
+            confidence=move(self.confidence),
+            went=self.went,
         )
+
+    def confidences(self) -> Tensor:
+        """float32 [B, N]: `confidence`, or one half where the drafter does not say."""
+        if self.confidence is None:
+            return torch.full(self.tokens.shape, 0.5, device=self.tokens.device)
+        return self.confidence
 
     @property
     def is_chain(self) -> bool:

@@ -74,10 +74,14 @@ class DecodeSettings:
         return make_policy(self.policy, self.gamma)
 
     @property
+    def plans(self) -> bool:
+        """Whether the shape is planned by costs that are measured before decoding begins."""
+        return self.shape is not None and plans_by_costs(self.shape)
+
+    @property
     def needs_costs(self) -> bool:
         """Whether the policy or the shape uses costs that are measured before decoding begins."""
-        planned = self.shape is not None and plans_by_costs(self.shape)
-        return planned or self.make_policy().needs_costs
+        return self.plans or self.make_policy().needs_costs
 
     def decoder(
         self,

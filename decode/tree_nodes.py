@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Draft, Drawn
 
@@ -34,8 +35,9 @@ class Packed:
         q_rows: Tensor | None = None,
         drawn: Drawn = "independent",
         chosen: np.ndarray | None = None,
+        confidence: Tensor | None = None,
     ) -> Draft:
-        """The draft of the kept nodes. tokens, q_rows: [B, N], of all nodes."""
+        """The draft of the kept nodes. tokens, q_rows, confidence: [B, N], of all nodes."""
         return Draft(
             tokens.gather(1, self.order),
             self.sizes,
@@ -44,6 +46,7 @@ class Packed:
             None if q_rows is None else q_rows.gather(1, self.order),
             drawn,
             chosen,
+            confidence=None if confidence is None else confidence.gather(1, self.order),
             _host_parents=self.host_parents,
         )
 
@@ -64,6 +67,31 @@ def pack(keep: Tensor, parents: Tensor) -> Packed:
     sizes = host[:, 0]
     n = int(sizes.max(initial=0))
     return Packed(order[:, :n], new_parents[:, :n], host[:, 1 : n + 1], sizes)
+
+
+def leave_out(draft: Draft, keep: np.ndarray) -> None:
+    """Keep only some nodes of a draft, bool [B, N]: none without its parent, nor, if siblings were
+    drawn without replacement, without its elder siblings.
+
+    The law of the text stays what it is if it was known before a node was drawn whether it is kept.
+    """
+    draft.went = draft.went or draft.levels()
+    sizes: np.ndarray = keep.sum(1)
+    width = int(sizes.max(initial=0))
+    if draft.parents is None:  # the first nodes of each row
+        draft.tokens, draft._ancestors, draft._host_parents = draft.tokens[:, :width], None, None
+        draft.q_rows = None if draft.q_rows is None else draft.q_rows[:, :width]
+        draft.confidence = None if draft.confidence is None else draft.confidence[:, :width]
+    else:
+        packed = pack(to_device(keep, draft.tokens.device), draft.parents)
+        q_rows = None if draft.q is None else draft.rows_of_q()
+        some = packed.draft(draft.tokens, draft.q, q_rows, confidence=draft.confidence)
+        draft.tokens, draft.parents, draft.q_rows = some.tokens, some.parents, some.q_rows
+        draft.confidence, draft._host_parents = some.confidence, some._host_parents
+        draft._ancestors = None
+    if not width:
+        draft.q = draft.q_rows = draft.parents = draft._host_parents = None
+    draft.cut(sizes)
 
 
 def first_equal(tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
@@ -112,6 +140,12 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
             f"{logits.shape[-1]} tokens; make the tree narrower"
         )
     return logits.topk(count, dim=-1).indices
+
+
+def largest(logits: Tensor) -> Tensor:
+    """float32 [...]: the largest probability at temperature 1. logits: [..., V']."""
+    logits = logits.float()
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
 def log_q(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -49,6 +49,22 @@ def path_of(ancestors: Tensor, nodes: Tensor) -> Tensor:
     return order.sort(1).values.clamp(max=max(count - 1, 0))
 
 
+def down_the_paths(
+    values: np.ndarray, parents: np.ndarray, levels: int, joined: np.ufunc
+) -> np.ndarray:
+    """[B, N]: the values of a node and of its ancestors, joined in that order from the root down.
+    values, parents: [B, N]. levels: no node is deeper.
+
+    >>> down_the_paths(np.array([[1, 2, 4]]), np.array([[-1, 0, 0]]), 2, np.add).tolist()
+    [[1, 3, 5]]
+    """
+    above, inner = parents.clip(min=0), parents >= 0
+    found = values
+    for _ in range(levels - 1):
+        found = np.where(inner, joined(np.take_along_axis(found, above, 1), values), values)
+    return found
+
+
 def leaf_paths(seen: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The paths of token trees down to their leaves, and the place of each node on one of them.
 

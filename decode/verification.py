@@ -172,7 +172,7 @@ class Verification(Outcome, Verdict):
             nodes_by_depth=by_depth,
             fed=len(rows) + int(draft.sizes.sum()) if fed is None else fed,
             fed_beside=fed_beside,
-            draft_steps=max([int(by_depth.any(0).sum()), *looked]),
+            draft_steps=max([draft.went, int(by_depth.any(0).sum()), *looked]),
             features=features,
             previous_features=previous_features,
             seconds=seconds or Seconds(),

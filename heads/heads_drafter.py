@@ -6,6 +6,7 @@ Shapes: B rows, n tokens, m missing cache entries, F features of a token, H hidd
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -112,7 +113,7 @@ class HeadsDrafter(ShapedDrafter):
         depths = np.where(self._has_features, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
-        head_limits = Limits(depths, limits.stops, limits.stops_after)
+        head_limits = replace(limits, depths=depths)
         growth = self.growth(contexts, sampling, head_limits.max_depth)
         return self.shape.grow(growth, head_limits, sampling, rng)
 

@@ -29,6 +29,8 @@ from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
+from decode.lengths import Policy
+from decode.lengths.worth import Worth
 from decode.loop.decoding import Decoded, Decoder
 from decode.loop.step import decided
 from decode.model.forward.prepare_model import prepare
@@ -362,7 +364,7 @@ def decode_runs(
     rows: int,
     seed: int = 0,
     case: Case = SHORT,
-    policy: str | None = None,
+    policy: str | Policy | None = None,
 ) -> tuple[Fit, list[Decoded]]:
     decoder = case.decoder(drafter, rule, policy=policy)
     runs = []
@@ -371,6 +373,22 @@ def decode_runs(
         prompts = [case.prompts[place % len(case.prompts)] for place in places]
         runs.append(decoder.decode(prompts, case.new, seed=seed, row_ids=places))
     return fit_texts([text for run in runs for text in run.outputs], case), runs
+
+
+class Priced(Worth):
+    """Drafts are as deep as they may be, and their nodes have this price, whatever a pass takes."""
+
+    def __init__(self, max_depth: int, price: float) -> None:
+        super().__init__(max_depth)
+        self.price = price
+
+    def depths(self) -> np.ndarray:
+        super().depths()
+        self._asks = False
+        return np.full(self.rows, self.max_depth)
+
+    def _price(self) -> float:
+        return self.price
 
 
 class FixedDraft(Drafter):

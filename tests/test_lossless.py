@@ -16,11 +16,13 @@ import torch
 
 from decode.draft import Contexts, Draft
 from decode.drafters import Drafter, NoDrafter
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.loop import step
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
+from decode.shapes import SHAPES
 from decode.verdict import Scores
 from tests.controls import CONTROLS, Control
 from tests.lossless import (
@@ -29,9 +31,11 @@ from tests.lossless import (
     VOCAB,
     Fit,
     FixedDraft,
+    Priced,
     Remembering,
     Watched,
     decode,
+    decode_runs,
     fit_texts,
     more_texts,
     small_lm,
@@ -80,6 +84,35 @@ def test_texts_have_the_targets_distribution(rule: str, drafter: str, times: int
     assert found.df > 100
     assert watched.rejecting / watched.rounds >= 0.2
     assert counts.by_accepted[2] / counts.steps >= 0.05
+
+
+@more_texts(10)
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        ("block", {"name": "chain"}),
+        ("multi_round", {"name": "static", "widths": [2, 2, 1], "draw": "distinct"}),
+        *(
+            pytest.param(rule, {"name": "static", "widths": [3, 1, 1], "draw": "independent"})
+            for rule in ("spectr", "traversal")
+        ),
+    ],
+)
+def test_texts_of_drafts_without_the_nodes_that_do_not_pay(
+    rule: str, shape: dict[str, Any], times: int
+) -> None:
+    """Which nodes do is learnt while texts are decoded. `test_shapes_lossless` enumerates it, and
+    finds nodes that are left out for what was drawn."""
+    case, policy = LONGER, Priced(4, 0.35)
+    drafter = SmallLMDrafter(case.model(0.2), shape=SHAPES.make(shape))
+    found, runs = decode_runs(
+        drafter, RULES[rule](), rows=ROWS * times // 4, case=case, policy=policy
+    )
+    assert found.passes, found
+    steps = [step for run in runs for step in run.steps]
+    left = [step.drafted[step.depths > 2] for step in steps]
+    assert len(np.unique(np.concatenate(left))) > 3
+    assert policy._graded[1].sum() > 0
 
 
 # --- errors that the tests above must find --------------------------------------------------------

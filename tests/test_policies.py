@@ -23,9 +23,11 @@ from decode.lengths import POLICIES, Fixed, Policy
 from decode.lengths.confidence import AdaptiveConfidence
 from decode.lengths.cost_model import CostModel
 from decode.lengths.heuristic import Heuristic
-from decode.lengths.worth import Worth
+from decode.lengths.worth import LEAST, Worth
 from decode.loop.decoding import Decoder
 from decode.model.forward.sublayers import Sublayers
+from decode.shapes import SHAPES
+from decode.tree_nodes import leave_out
 from decode.verification import Seconds, Verification
 from tests.tiny import tiny_model, verification
 
@@ -51,6 +53,7 @@ def step(
         accepted,
         depths=allowed,
         drafted=drawn,
+        nodes_by_depth=(np.arange(max_depth) < drawn[:, None]).astype(np.int64),
         reached=np.minimum(kept + 1, drawn),
         emitted=kept + 1,
         fed=len(kept) * (1 + max_depth if width is None else width),
@@ -524,154 +527,245 @@ def test_one_disturbed_pass_is_not_believed() -> None:
 
 # --- what each token is worth ---------------------------------------------------------------------
 
+CURVES = {"flat": (1, 1.01, 1.02, 1.03), "bent": (1, 1.05, 1.9, 3.6), "steep": (1, 1.9, 3.8, 7.6)}
 
-def worth(v: Sequence[float], *, c: float, fixed: float, rows: int = 3, depth: int = 3) -> Worth:
+
+def worth(v: Sequence[float], *, c: float, fixed: float = 0.0, rows: int = 3) -> Worth:
     """The policy for rows whose passes of 1, 2, 4 and 8 tokens per row cost v."""
-    policy = Worth(depth)
+    policy = Worth(3)
     policy.use_costs(Costs(PLAIN, rows, c, (1, 2, 4, 8), tuple(v), fixed=fixed))
     policy.start(rows)
     return policy
 
 
-CURVES = {"flat": (1, 1.01, 1.02, 1.03), "bent": (1, 1.05, 1.9, 3.6), "steep": (1, 1.9, 3.8, 7.6)}
+def said(confidence: Any, parents: Sequence[Sequence[int]] | None = None) -> Draft:
+    """Drafts of whose nodes the drafter says so much, [B, N]."""
+    values = torch.as_tensor(np.asarray(confidence), dtype=torch.float32)
+    tokens, sizes = torch.full(values.shape, 5), np.full(len(values), values.shape[1])
+    above = None if parents is None else torch.tensor(parents)
+    return Draft(tokens, sizes, parents=above, confidence=values)
 
 
-@pytest.mark.parametrize(
-    ("curve", "c", "fixed"),
-    [("flat", 0.0, 0.0), ("flat", 0.02, 0.3), ("bent", 0.1, 0.0), ("steep", 0.02, 0.3)],
-)
-def test_the_set_of_tokens_with_the_most_tokens_per_second_is_drafted(
-    curve: str, c: float, fixed: float
-) -> None:
-    """Against all sets of depths, for rows of random acceptance."""
+def judged(
+    policy: Worth, draft: Draft, right: np.ndarray, *, draft_s: float = 0.0, curve: Any = (1, 1.9)
+) -> Verification:
+    """The pass over what the policy feeds of chains, of which the nodes `right`, bool [B, N], are
+    accepted up to the first that is not."""
+    keep = policy.kept(draft)
+    if keep is not None:
+        leave_out(draft, keep)
+    accepted = np.minimum(right.cumprod(1).sum(1), draft.sizes)
+    fed = len(right) + int(draft.sizes.sum())
+    pass_s = PLAIN * float(np.interp(fed / len(right), 2 ** np.arange(len(curve)), curve))
+    width = fed / len(right)
+    told = step([right.shape[1]] * len(right), accepted, draft.sizes, width=width)
+    told.draft, told.nodes = draft, np.broadcast_to(np.arange(right.shape[1]), right.shape)
+    told.draft_steps, told.seconds = draft.went or draft.levels(), Seconds(draft_s, pass_s)
+    policy.observe(told)
+    return told
+
+
+def closed(parents: Sequence[int]) -> list[list[int]]:
+    """All sets of nodes that hold the parent of each of their nodes."""
+    sets = itertools.product([False, True], repeat=len(parents))
+    return [
+        np.flatnonzero(some).tolist()
+        for some in sets
+        if all(above < 0 or some[above] for above, node in zip(parents, some, strict=True) if node)
+    ]
+
+
+@pytest.mark.parametrize("curve", ["flat", "bent", "steep"])
+def test_the_nodes_with_the_most_tokens_per_second_are_fed(curve: str) -> None:
+    """Of two trees together, against all sets of nodes, at the rate that is the best."""
     random = np.random.default_rng(0)
-    found = []
-    for _ in range(30):
-        policy = worth(CURVES[curve], c=c, fixed=fixed)
-        policy._accepted[:], policy._tried[:] = random.random(3) * 20, 20.0
-        policy._kept, policy._expected_of = random.random((2, 3)) * 8
+    parents, counts = [-1, -1, 0, 0, 2], set()
+    for _ in range(12):
+        policy = worth(CURVES[curve], c=0.1, rows=2)
+        policy.depths()
+        policy._graded[1] = random.random(policy._graded[1].shape) * 20
+        policy._graded[0] = policy._graded[1] * random.random(policy._graded[1].shape)
+        policy._kept, policy._expected_of = random.random((2, 2)) * 8
+        draft = said(random.random((2, 5)), [parents] * 2)
+        policy._rate = 0.0
+        assert policy.kept(draft) is None  # tokens without a price
+        nodes = policy._fed_nodes
+        assert nodes is not None
         own = (policy._kept + 2) / (policy._expected_of + 2)
-        chances = np.minimum(own[:, None] * policy._acceptance(), 1).cumprod(1)
+        chances = np.minimum(own[:, None] * nodes.chances, 1)
+        for node in range(2, 5):
+            chances[:, node] *= chances[:, parents[node]]
 
-        def rate(depths: Sequence[int], policy: Worth = policy, p: np.ndarray = chances) -> float:
-            tokens = 3 + sum(p[row, :depth].sum() for row, depth in enumerate(depths))
-            passes = policy._passes(np.array([3 + sum(depths)]))
+        def rate(one: list[int], other: list[int], policy: Worth = policy, p: Any = chances) -> Any:
+            passes = policy._passes(np.array([2 + len(one) + len(other)]))
             assert passes is not None
-            return float(tokens / (policy._drafts(max(depths)) + passes[0]))
+            return (2 + p[0, one].sum() + p[1, other].sum()) / (policy._drafts(3) + passes[0])
 
-        best = max(rate(depths) for depths in itertools.product(range(4), repeat=3))
-        found.append(policy._best().tolist())
-        assert rate(found[-1]) == pytest.approx(best)
-    if curve == "steep":
-        assert np.mean(found) < 0.5
-    else:
-        assert len({tuple(depths) for depths in found}) > 4
-    if curve == "flat" and not c:
-        assert np.mean(found) > 2.5
+        policy._rate = max(rate(*pair) for pair in itertools.product(closed(parents), repeat=2))
+        policy._asks = False
+        keep = policy.kept(draft)
+        keep = np.ones((2, 5), dtype=bool) if keep is None else keep
+        kept = [np.flatnonzero(row).tolist() for row in keep]
+        assert all(row in closed(parents) for row in kept)
+        assert rate(*kept) == pytest.approx(policy._rate)
+        counts.add(int(keep.sum()))
+    assert len(counts) > (1 if curve == "flat" else 3)
+
+
+def test_only_tokens_that_are_worth_their_price_are_fed() -> None:
+    """The drafter knows which half of its tokens are right. One that is not would never pay, and
+    tokens of both kinds together would not either."""
+    curve, random = (1, 1.7, 3.1, 5.9), np.random.default_rng(0)
+    policy, seconds, tokens, fed = worth(curve, c=0.02, rows=8), 0.0, 0.0, []
+    for number in range(300):
+        depth = int(policy.depths()[0])
+        if not depth:
+            told = step([0] * 8, [0] * 8, pass_s=PLAIN)
+            policy.observe(told)
+        else:
+            good = random.random((8, depth)) < 0.5
+            right = good & (random.random((8, depth)) < 0.95)
+            confidence = np.where(good, 0.8, 0.3)
+            told = judged(
+                policy, said(confidence), right, draft_s=0.02 * depth * PLAIN, curve=curve
+            )
+        if number >= 100:
+            seconds += told.seconds.draft + told.seconds.verify
+            tokens += float(told.emitted.sum())
+            fed.append(int(told.drafted.sum()))
+    good_chance, bad_chance = policy._chances()[[2 - LEAST, -1 - LEAST], 0]
+    assert good_chance > 0.85
+    assert bad_chance < 0.3
+    assert np.mean(fed) == pytest.approx(4, abs=1.5)
+    assert tokens / seconds * PLAIN / 8 > 1.06
 
 
 def test_a_row_that_accepts_drafts_beside_one_that_does_not_and_both_come_back() -> None:
-    """Below the corner of the curve both draft. Past it only the tokens of one row pay. A row that
-    rests is tried again when its own results are forgotten."""
+    """Past the corner of the curve only the tokens of one row pay. A row that rests is tried again
+    when its own results are forgotten. The drafter says nothing."""
     curve = (1, 1.6, 2.9, 5.5)
-    policy = worth(curve, c=0.02, fixed=0.0, rows=2, depth=4)
-    drafted, shares = np.zeros(2), []
-    for number in range(120):
-        depths = policy.depths()
-        stays = [depths[0], 0] if number < 80 else [0, depths[1]]
-        fed = 2 + int(depths.sum())
-        costs = 0.02 * depths.max(), float(np.interp(fed, (2, 4, 8, 16), curve))
-        draft_s, pass_s = (PLAIN * cost for cost in costs)
-        policy.observe(step(depths.tolist(), stays, draft_s=draft_s, pass_s=pass_s, width=fed / 2))
-        drafted += depths
-        if number in (79, 119):
-            shares.append(drafted / max(drafted.sum(), 1))
-            drafted[:] = 0
+    policy = worth(curve, c=0.02, rows=2)
+    fed, shares = np.zeros(2), []
+    for number in range(160):
+        depth = max(int(policy.depths()[0]), 1)
+        right = np.zeros((2, depth), dtype=bool)
+        right[int(number >= 80)] = True
+        draft = said(right)
+        draft.confidence = None
+        told = judged(policy, draft, right, draft_s=0.02 * depth * PLAIN, curve=curve)
+        fed += told.drafted
+        if number in (79, 159):
+            shares.append(fed / max(fed.sum(), 1))
+            fed[:] = 0
     assert shares[0][0] > 0.8
     assert shares[1][1] > 0.5
 
 
-def looked_up(sizes: Sequence[int], sure: Sequence[int]) -> Draft:
-    """Chains of so many tokens, found by as many tokens of the text."""
-    return Draft.chosen([[5] * size for size in sizes], sure)
+def test_a_tree_of_which_the_drafter_says_nothing_is_fed_whole() -> None:
+    policy = worth(CURVES["steep"], c=0.02)
+    policy.depths()
+    draft = said(np.full((3, 2), 1e-3), [[-1, -1]] * 3)
+    assert policy._price() > 0.1
+    policy._asks = False
+    assert policy.kept(draft) is not None
+    draft.confidence = None
+    assert policy.kept(draft) is None
 
 
-def taught(curve: Sequence[float], rows: int) -> Worth:
-    """The policy after drafts of which those that three tokens found were all accepted, and those
-    that one token found never."""
-    policy = worth(curve, c=0.001, fixed=0.0, rows=rows)
-    for number in range(40):
-        sure = [1 + 2 * (number % 2)] * rows
-        policy.fed(looked_up([3] * rows, sure))
-        fed = rows * 4
-        pass_s = PLAIN * float(np.interp(fed, rows * np.array([1, 2, 4, 8]), curve))
-        told = step([3] * rows, [3 * (number % 2)] * rows, draft_s=1e-3 * PLAIN, pass_s=pass_s)
-        policy.observe(told)
-    return policy
+def test_a_draft_to_learn_from_has_the_first_node_of_each_row() -> None:
+    """But it is not taken for what drafts give that are made because they pay."""
+    policy = worth(CURVES["steep"], c=0.02)
+    assert not policy.depths().any()
+    for _ in range(100):
+        told = judged(policy, said(np.full((3, 1), 1e-3)), np.ones((3, 1), dtype=bool))
+        assert told.drafted.tolist() in ([1, 1, 1], [0, 0, 0])
+        if policy.kept(said(np.full((3, 1), 1e-3))) is None:
+            break
+        assert policy._acceptance()[0] < 0.6
+    else:
+        pytest.fail("tokens that are always accepted are never taken for worth it")
 
 
-@pytest.mark.parametrize("curve", ["flat", "bent", "steep"])
-def test_of_looked_up_tokens_those_are_fed_that_give_the_most_tokens_per_second(curve: str) -> None:
-    policy = taught(CURVES[curve], 3)
-    chances = policy._chances()
-    assert chances[3].min() > 0.8
-    assert chances[1, 0] < 0.2
-    random = np.random.default_rng(1)
-    found = []
-    for _ in range(20):
-        sizes, sure = random.integers(0, 4, 3), random.integers(1, 4, 3)
-        sizes[0] = max(sizes[0], 1)
-        p = chances[sure].cumprod(1)
+def test_drafts_grow_while_another_level_is_worth_its_time() -> None:
+    """The more rows may still accept something, the sooner it is."""
+    policy = worth(CURVES["flat"], c=0.3, rows=2)
+    policy._accepted[:2], policy._tried[:2] = 7.0, 10.0
+    policy.depths()
+    policy._asks = False
 
-        def rate(fed: Sequence[int], policy: Worth = policy, p: np.ndarray = p) -> float:
-            passes = policy._passes(np.array([3 + sum(fed)]))
-            assert passes is not None
-            return float((3 + sum(p[row, :n].sum() for row, n in enumerate(fed))) / passes[0])
+    def grows(*sure: float) -> bool:
+        policy._ended = 3
+        found = policy.grows(1, torch.tensor(sure)[:, None], None)
+        assert policy._ended == (3 if found else 1)
+        return found
 
-        best = max(map(rate, itertools.product(*(range(size + 1) for size in sizes))))
-        policy._waited = policy._hopeful = 0  # no draft is due that does not pay
-        found.append(policy.fed(looked_up(sizes, sure)).tolist())
-        assert rate(found[-1]) == pytest.approx(best)
-    assert len({*map(tuple, found)}) > (4 if curve != "steep" else 0)
-
-
-def test_what_costs_nothing_is_drafted_before_it_is_weighed_and_rarely_if_in_vain() -> None:
-    policy = taught(CURVES["steep"], 3)
-    asked = []
-    for _ in range(40):
-        policy._waited = policy._hopeful = 0  # no draft is due that does not pay
-        asked.append(bool(policy.depths().any()))
-        fed = policy.fed(looked_up([1] * 3, [1] * 3)) if asked[-1] else np.zeros(3, dtype=int)
-        assert not fed.any()
-        policy.observe(step(fed.tolist(), [0] * 3, pass_s=PLAIN))
-    assert all(asked[:8])
-    assert np.mean(asked[10:]) == pytest.approx(0.25, abs=0.05)
+    # A level costs 0.3 plain steps, in which the two rows would get 0.6 tokens or more. A token
+    # after one of which the chance is c is accepted with chance 0.7 c.
+    assert grows(0.99, 0.99)
+    assert not grows(0.99, 0.01)
+    assert not grows(0.2, 0.2)
+    # Then the average decides no more how deep drafts may be.
+    assert policy.depths().tolist() == [3, 3]
+    policy._asks = True
+    assert policy.grows(1, torch.tensor([[0.01], [0.01]]), None)
 
 
-def test_no_token_that_was_drawn_is_left_out() -> None:
-    """A rule would take what is left out for a token that was never drawn."""
-    policy = taught(CURVES["steep"], 2)
-    drawn = looked_up([3, 3], [1, 1])
-    drawn.q = torch.full((2, 3, 8), 1 / 8)
-    assert policy.fed(drawn).tolist() == [3, 3]
+class Shallow(Fixed):
+    """Lets no draft have a third level."""
 
+    weighs = True
 
-class Half(Fixed):
-    """Feeds half of what was found."""
-
-    def fed(self, draft: Draft) -> np.ndarray:
-        return (draft.sizes + 1) // 2
+    def grows(self, depth: int, confidence: torch.Tensor, parents: torch.Tensor | None) -> bool:
+        assert confidence.shape[1] == (depth if parents is None else parents.shape[1])
+        assert 0 < confidence.max() <= 1
+        return depth < 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_is_left_out_of_looked_up_drafts_does_not_change_the_text_of_a_seed(
-    temperature: float,
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "chain",
+        "dynamic:width=2,nodes=9",
+        "static:widths=[2,1,1]",
+        "static:widths=[1,2,1],draw=distinct",
+    ],
+)
+def test_drafts_of_all_shapes_end_where_they_should(shape: str, temperature: float) -> None:
+    sampling = Sampling(temperature)
+    plain = Decoder(model("llama"), None, sampling=sampling).decode(PROMPTS, 24, seed=2)
+    drafter = SmallLMDrafter(model("llama"), shape=SHAPES.make(shape))  # the target itself
+    found = Decoder(
+        model("llama"), drafter, policy=Shallow(4), sampling=sampling, rule="exact"
+    ).decode(PROMPTS, 24, seed=2)
+    assert found.outputs == plain.outputs
+    assert max(step.draft_steps for step in found.steps) == 2
+    assert max(int(step.accepted.max()) for step in found.steps) == 2
+
+
+class Half(Fixed):
+    """Feeds the first half of the nodes."""
+
+    def kept(self, draft: Draft) -> np.ndarray:
+        half = (draft.sizes + 1) // 2
+        kept: np.ndarray = np.arange(draft.tokens.shape[1]) < half[:, None]
+        return kept
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_is_left_out_of_chosen_drafts_does_not_change_the_text_of_a_seed(
+    temperature: float, tree: bool
 ) -> None:
-    """Looked-up tokens are judged by exact match, so a text depends on its seed alone."""
+    """Chosen tokens are judged by exact match, so a text depends on its seed alone."""
     sampling = Sampling(temperature, top_k=2)  # so that texts repeat themselves
     prompts = [[11, 12, 13] * 4, [5, 6] * 5, [9, 8, 7, 9, 8, 7], [3]]
     plain = Decoder(model("llama"), None, sampling=sampling).decode(prompts, 40, seed=3)
-    drafted = Decoder(model("llama"), NgramDrafter(), sampling=sampling, policy=Half(4))
+    shape = SHAPES["dynamic"](width=3, nodes=12)
+    drafter = SmallLMDrafter(model("llama", seed=7, layers=1), shape=shape)
+    drafted = Decoder(
+        model("llama"), drafter if tree else NgramDrafter(), sampling=sampling, policy=Half(4)
+    )
     found = drafted.decode(prompts, 40, seed=3)
     assert found.outputs == plain.outputs
     assert sum(int(step.drafted.sum()) for step in found.steps) > 0

@@ -6,6 +6,7 @@ as a distribution, not as draws: nothing is left to chance.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,10 @@ from decode.loop.step import decided
 from decode.rules import RULES
 from decode.rules.exact import ExactMatch
 from decode.shapes import SHAPES, Growth, Shape
-from decode.tree_nodes import first_equal, pack
+from decode.tree_nodes import first_equal, leave_out, pack
 from decode.verdict import Decision, Scores
 from tests.enumeration import TOKENS, Contextual, drawing_by_cdf, enumerate_drafts, total_variation
-from tests.lossless import FixedDraft
+from tests.lossless import FixedDraft, Priced
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of
 
@@ -197,9 +198,9 @@ def different(draft: Draft) -> tuple[Draft, np.ndarray]:
     return found, counts / len(draft.sizes)
 
 
-def drafts_of(drafter: Drafter, rng: GridNoise) -> Draft:
+def drafts_of(drafter: Drafter, rng: GridNoise, grows: Any = None) -> Draft:
     contexts = contexts_of([[0]] * len(rng.grid))
-    return drafter.draft(contexts, limits_of(contexts, 2), PLAIN, rng)
+    return drafter.draft(contexts, replace(limits_of(contexts, 2), grows=grows), PLAIN, rng)
 
 
 # (shape, options, parts of the grid, how many draws). Without replacement a second draw is from
@@ -236,6 +237,88 @@ def test_drawn_trees_are_lossless(
         draft = drafts_of(TableDrafter(q, SHAPES[name](**options)), rng)
         # q is declared in float32.
         np.testing.assert_allclose(joint_of(p, draft), p.joint(), atol=1e-5)
+
+
+# --- nodes that are left out after all are drafted ------------------------------------------------
+
+
+def cut(draft: Draft, price: float) -> np.ndarray:
+    """Leave out what is not worth this price. Returns the number of nodes that each row had."""
+    policy, sizes = Priced(2, price), draft.sizes
+    policy.start(len(sizes))
+    keep = policy.kept(draft)
+    if keep is not None:
+        leave_out(draft, keep)
+    return sizes
+
+
+PRICE = 0.3
+# (rule, shape, options, parts of the grid, draws), as in DRAWN.
+CUT = [
+    ("speculative", "chain", {}, 4, 2),
+    ("block", "chain", {}, 4, 2),
+    ("multi_round", "static", {"widths": [2, 1], "draw": "independent"}, 4, 4),
+    ("spectr", "static", {"widths": [2, 1], "draw": "independent"}, 4, 4),
+    ("traversal", "static", {"widths": [1, 2], "draw": "independent"}, 4, 3),
+    ("multi_round", "static", {"paths": [[0], [1], [2], [1, 0]], "draw": "distinct"}, 12, 4),
+    ("traversal", "static", {"widths": [2, 1], "draw": "distinct"}, 12, 4),
+    ("multi_round", "chains", {"chains": 2}, 4, 4),
+    ("spectr", "chains", {"chains": 2, "budget": 3}, 4, 3),
+]
+
+
+def variation_of_cut(
+    rule: str, shape: str, options: Any, parts: int, draws: int, seed: int, late: bool = False
+) -> tuple[float, float]:
+    """The total variation between the target and what a rule, itself enumerated, makes of drafts
+    without the nodes that are not worth their price, and the share of the nodes that stay. late: a
+    node is weighed by its own token's q, which is known when it is drawn."""
+    p, q, _ = pair(seed)
+    rng = GridNoise(grid(parts, draws))
+    draft = drafts_of(TableDrafter(q, SHAPES[shape](**options)), rng, grows=lambda *level: True)
+    if late:
+        draft.confidence = draft.q_of_tokens().float()
+    before = cut(draft, PRICE)
+    stays = float(draft.sizes.sum() / before.sum())
+    if not draft.sizes.any():
+        return 0.0, stays
+    draft.parents, draft.q_rows = draft.parent_rows() - 1, draft.rows_of_q()
+    found = enumerate_drafts(RULES[rule](), p, *different(draft))
+    return total_variation(found.joint, p.joint()), stays
+
+
+@pytest.mark.parametrize(("rule", "shape", "options", "parts", "draws"), CUT)
+def test_without_nodes_that_do_not_pay_rules_are_lossless(
+    rule: str, shape: str, options: Any, parts: int, draws: int
+) -> None:
+    found = [variation_of_cut(rule, shape, options, parts, draws, seed) for seed in range(PAIRS)]
+    assert max(apart for apart, _ in found) < 1e-5
+    # Some nodes are left out, and some of their rows have others.
+    assert any(0.2 < stays < 0.95 for _, stays in found)
+
+
+@pytest.mark.parametrize(("rule", "shape", "options", "parts", "draws"), CUT[:5])
+def test_nodes_that_are_left_out_for_what_was_drawn_are_found(
+    rule: str, shape: str, options: Any, parts: int, draws: int
+) -> None:
+    found = [
+        variation_of_cut(rule, shape, options, parts, draws, seed, late=True)
+        for seed in range(PAIRS)
+    ]
+    assert max(apart for apart, _ in found) > 0.02
+
+
+@pytest.mark.parametrize("rule", ["multi_round", "spectr", "traversal"])
+def test_a_branch_may_end_for_a_token_of_another_that_was_drawn_before(rule: str) -> None:
+    """As a batch ends, by what was drawn in all of its rows and branches. Whether a rule accepts a
+    node does not depend on what is below it."""
+    shape = SHAPES["static"](widths=[2, 1], draw="independent")
+    for seed in range(PAIRS):
+        p, q, _ = pair(seed)
+        draft = drafts_of(TableDrafter(q, shape), GridNoise(grid(4, 4)))
+        draft.limit_depth(np.where(draft.tokens[:, 1] == 0, 1, 2))
+        found = enumerate_drafts(RULES[rule](), p, *different(draft))
+        assert total_variation(found.joint, p.joint()) < 1e-5
 
 
 def merged_drafts(other: str, seed: int) -> tuple[Contextual, Draft]:

@@ -2,7 +2,7 @@
 
 A policy is one file with one registration. It sees the results of earlier drafts and, if it asks,
 the drafter's logits. It knows nothing about drafters, rules or the loop. A policy never changes the
-distribution of the text: it decides the length before the tokens that it leaves out are drawn.
+distribution of the text: a token is left out for reasons that were known before it was drawn.
 
 A row's draft depends on that row alone, so in float32 its text is the same in any batch. The
 exceptions are policies that decide for the batch as a unit (`by_batch`, `cost_model`, `worth`);
@@ -27,14 +27,15 @@ from decode.verification import Verification
 
 
 class Policy(ABC):
-    """Call order within one decode: start → (depths → stops* → fed → signals → observe)*, with
-    keep_rows and add_rows in between. `fed` comes only after a draft.
+    """Call order within one decode: start → (depths → (stops, grows)* → kept → signals → observe)*,
+    with keep_rows and add_rows in between. `kept` comes only after a draft.
 
     max_depth: the max depth of a draft. watches: the drafter calls `stops` before each token of a
     chain.
     stops_after: a draft that `stops` ends still gets that token, and ends after it.
     constant: all drafts have the same depth, so figures per draft length are meaningful.
     needs_costs: `use_costs` is worth the seconds that measuring takes.
+    weighs: `grows` and `kept` read how sure the drafter is of each node (`Draft.confidence`).
     by_batch: it decides for the batch as a unit, or from the batches before.
     per_row: the state that it keeps of each row (`decode.row_state`).
     reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
@@ -45,6 +46,7 @@ class Policy(ABC):
     stops_after: bool = False
     constant: bool = False
     needs_costs: bool = False
+    weighs: bool = False
     by_batch: bool = False
     reads_times: bool = False
     reads_estimates: bool = False
@@ -82,10 +84,17 @@ class Policy(ABC):
         """
         raise NotImplementedError
 
-    def fed(self, draft: Draft) -> np.ndarray:
-        """int [B]: how many nodes of each row's draft are fed, now that it is made. The first
-        ones are. It may leave out only nodes that were chosen, not drawn."""
-        return draft.sizes
+    def grows(self, depth: int, confidence: Tensor, parents: Tensor | None) -> bool:
+        """Whether drafts that are `depth` deep get another level, given how sure the drafter is of
+        each of their nodes, float32 [B, N], and the parents of these, int64 [B, N], or None for
+        chains. Called only if `weighs`, where a drafter can say it, and not on an accelerator."""
+        return True
+
+    def kept(self, draft: Draft) -> np.ndarray | None:
+        """bool [B, N]: the nodes of a draft that are fed, each with its parent and, if siblings
+        were drawn without replacement, with its elder siblings. None: all. It must be known before
+        a node is drawn whether it is kept: from the path above it, or from earlier drafts."""
+        return None
 
     def signals(self) -> dict[str, np.ndarray]:
         """The numbers that `stops` looked at for the last draft, float64 [B, D] by name, NaN where

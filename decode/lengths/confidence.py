@@ -7,6 +7,7 @@ from decode.base.device import to_device
 from decode.base.errors import require_fits
 from decode.lengths import POLICIES
 from decode.lengths.watcher import Watcher, require_threshold
+from decode.tree_nodes import largest
 from decode.verification import Verification
 
 
@@ -18,8 +19,7 @@ class ConfidenceWatcher(Watcher):
     thresholds: np.ndarray
 
     def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
-        logits = logits.float()
-        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
+        return largest(logits)
 
     def ends(self, position: int, value: Tensor) -> Tensor:
         return value < to_device(self.thresholds, value.device).to(value.dtype)

@@ -66,8 +66,12 @@ class CostModel(Policy):
         self._drafts = _DraftTimes()  # without text to catch up on
         self._unasked = 2  # further drafts of two tokens, to see a second depth
         self._probe_s: float | None = None  # of drafting a probe, catching up included
-        # Of drafts: positions that were allowed, and tokens that were fed for them.
-        self._allowed, self._fed = 1.0, 1.0
+        # By depth: drafts that were allowed to go so deep, and nodes that were fed for them.
+        self._allowed, self._fed = np.zeros((2, max_depth))
+        self._allowed[0] = self._fed[0] = 1.0
+        self._asks = False  # the next draft is made to learn from it
+        self._ended = max_depth  # where the policy let the last drafts end, if it did
+        self._rate = 0.0  # the tokens per second of all rows that drafts of the best depth give
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
@@ -91,11 +95,12 @@ class CostModel(Policy):
 
     def depths(self) -> np.ndarray:
         self._passes.rows = self.rows
-        depth = self._unknown()
-        if depth is not None:
-            return np.full(self.rows, depth)
-        best = self._best()
-        return best if best.any() else np.full(self.rows, self._probe())
+        unknown = self._unknown()
+        depth = self._best() if unknown is None else unknown
+        self._asks = unknown is not None or not depth
+        if unknown is None and not depth:
+            depth = self._probe()
+        return np.full(self.rows, depth)
 
     def _unknown(self) -> int | None:
         """The depth of drafts that tells a cost which is not known yet."""
@@ -108,23 +113,28 @@ class CostModel(Policy):
             return 2
         return None
 
-    def _best(self) -> np.ndarray:
-        """int [B]: the depths with the most tokens per time."""
-        gammas = np.arange(self.max_depth + 1)
-        return np.full(self.rows, int(np.argmax(self._expected() / self._seconds(gammas))))
+    def _best(self) -> int:
+        """The depth with the most tokens per time."""
+        rates = self.rows * self._expected() / self._seconds()
+        best = int(rates.argmax())
+        self._rate = float(rates[best])
+        return best
+
+    def _price(self) -> float:
+        """The tokens that the batch could get in the time that one more token adds to a pass."""
+        passes = self._passes(self.rows + np.arange(2))
+        return 0.0 if passes is None else self._rate * float(passes[1] - passes[0])
 
     def _probe(self) -> int:
         """1 if a draft is due although none pays, else 0."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
-        plain, draft = self._seconds(np.array([0])), self._drafts(1)
-        cost = (self._probe_s or draft) + self._seconds(np.array([1]))[0] - draft
-        return int(self._due(cost / plain[0] - self._expected()[1]))
-
-    def _due(self, loss: float) -> bool:
-        """Whether it is time for a draft that loses so many plain steps, to see how it does."""
+        passes = self._passes(self.rows * np.array([1.0, 1.0 + max(self._nodes()[0], 1.0)]))
+        assert passes is not None
+        cost = (self._probe_s or self._drafts(1)) + passes[1]
+        loss = cost / passes[0] - self._expected()[1]
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
-        return self._hopeful or self._waited >= interval
+        return int(self._hopeful or self._waited >= interval)
 
     def _expected(self) -> np.ndarray:
         """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ."""
@@ -138,12 +148,19 @@ class CostModel(Policy):
             alpha[i] = (self._accepted[i] + 2 * alpha[i - 1]) / (self._tried[i] + 2)
         return alpha
 
-    def _seconds(self, gammas: np.ndarray) -> np.ndarray:
-        """float64, same shape as `gammas`: the expected seconds of a step with such drafts."""
-        passes = self._passes(self.rows * (1 + gammas * self._nodes))
+    def _seconds(self) -> np.ndarray:
+        """float64 [max_depth + 1]: the expected seconds of a step, by γ."""
+        passes = self._passes(self.rows * (1 + np.append(0.0, self._nodes().cumsum())))
         assert passes is not None
-        drafts = [self._drafts(int(gamma)) for gamma in gammas]
+        drafts = [self._drafts(gamma) for gamma in range(self.max_depth + 1)]
         return np.array(drafts) + passes
+
+    def _nodes(self) -> np.ndarray:
+        """float64 [max_depth]: by depth, the nodes that are fed of a row's draft."""
+        nodes = self._fed / np.maximum(self._allowed, 1e-9)
+        for i in range(1, self.max_depth):
+            nodes[i] = (self._fed[i] + 2 * nodes[i - 1]) / (self._allowed[i] + 2)
+        return nodes
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.mean())
@@ -153,27 +170,29 @@ class CostModel(Policy):
         timed = timed and not verification.fed_beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         faded = self.memory**emitted
-        self._accepted *= faded
-        self._tried *= faded
+        for sums in (self._accepted, self._tried, self._allowed, self._fed):
+            sums *= faded
         if not verification.draft_steps:
             # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
             self._waited = 0.0 if verification.depths.any() else self._waited + emitted
             return
-        tried, kept = self._outcomes(verification.depths, verification.accepted)
+        accepted, fed = self._results(verification)
+        positions = np.arange(self.max_depth)
+        allowed = np.minimum(verification.depths, self._ended)[:, None] > positions
+        tried = allowed & (accepted[:, None] >= positions)
         self._tried += tried.sum(0)
-        self._accepted += kept.sum(0)
-        asked = np.minimum(verification.depths, verification.draft_steps).sum()
-        self._allowed = faded * self._allowed + float(asked)
-        self._fed = faded * self._fed + verification.fed - len(verification.rows)
+        self._accepted += (tried & (accepted[:, None] > positions)).sum(0)
+        self._allowed += allowed.sum(0)
+        self._fed[: len(fed)] += fed
         if timed:
             self._see_draft(verification.draft_s + more, verification.draft_steps)
-        self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
+        self._hopeful = bool((accepted > 0).mean() > 0.5)
         self._waited, self._new_text = 0.0, False
 
-    @property
-    def _nodes(self) -> float:
-        """The tokens that are fed for a position of a row's draft."""
-        return self._fed / max(self._allowed, 1e-9)
+    def _results(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
+        """int [B], the accepted tokens of each row's draft, and int [D], the nodes of all rows by
+        depth."""
+        return verification.accepted, verification.nodes_by_depth.sum(0)
 
     def _see_pass(self, verification: Verification) -> float:
         """Learn what a pass costs. Returns the seconds of the step beside it that are due to its
@@ -186,13 +205,6 @@ class CostModel(Policy):
             more = max(seconds - self._overhead, 0.0)
         self._passes.see(verification.fed, verification.verify_s + seconds - more)
         return more
-
-    def _outcomes(self, offered: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """bool [B, max_depth] each: the positions that were reached, and those accepted, of rows
-        with so many offered and accepted tokens, int [B]."""
-        positions = np.arange(self.max_depth)
-        tried = (offered[:, None] > positions) & (accepted[:, None] >= positions)
-        return tried, tried & (accepted[:, None] > positions)
 
     def _see_draft(self, seconds: float, depth: int) -> None:
         if self._new_text:

@@ -1,131 +1,189 @@
 """The draft tokens of all rows together that give the most tokens per second by measured costs."""
 
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
+from torch import Tensor
 
 from decode.draft import Draft
 from decode.lengths import POLICIES
 from decode.lengths.cost_model import CostModel
+from decode.tree_structure import down_the_paths
 from decode.verification import Verification
 
-# A row's own results count as much as the batch's after this number of expected tokens, and those
-# of drafts that were found by as many tokens as much as those of all.
-OWN = 2.0
-# Longer matches count together. Their results are remembered so many times as long as others.
-LONGEST, LONGER = 7, 4
-# Drafts that cost at most this share of a pass are made before it is chosen what of them is fed.
-# After so many in vain, they are made in one pass of so many.
-FREE, IN_VAIN, RARELY = 0.03, 8, 4
+# Results count as much as what they refine after this number of expected tokens: those of a row as
+# much as the batch's, those of a depth as much as those of all depths, and these as much as what
+# the drafter says. Results of nodes are remembered so many times as long as those of drafts.
+OWN, LONGER = 2.0, 4
+# The grade of a node is the binary logarithm of the odds that the drafter gives it, rounded.
+LEAST, MOST, TINY = -6, 7, 1e-9
 
 
 @POLICIES.register("worth")
 class Worth(CostModel):
-    """Drafts and feeds a token if its chance of being accepted is worth more than its cost.
+    """Feeds a drafted token if its chance of being accepted is worth more than its cost.
 
-    The chance of a token is the product of the acceptance at its position and at those before it in
-    its row. The chances of all rows compete. For each greatest depth D, tokens are taken in the
-    order of their chances. What is drafted is the set with the largest
-    (B + Σ chances) / (draft(D) + v(B + tokens)). That is the optimum, because a draft costs by its
-    depth and a pass by its tokens. Sequoia (2402.12374) and EAGLE-2 (2406.16858) choose the nodes
-    of one row so; here tokens have a price. Rows draft to different depths, which costs no padding
-    (`decode.model.cache.real_tokens`).
+    The chance of a node is the product of the acceptance of the nodes on its path. That of a node
+    after its parent is what the drafter says of it (`Draft.confidence`), corrected by what became
+    of nodes of which it said as much, at this depth; and it is as many times more or less as this
+    row accepted more or less than that. Older results weigh less. Of a chain whose drafter says
+    nothing, the depth and the row count.
 
-    The acceptance of a row at a position is that of the batch, times how much more or less than
-    that this row accepted. Both forget: a row that rests gets the acceptance of the batch again.
+    A node costs what one more token adds to a pass. In that time the batch could get other tokens.
+    So its price is that time × the tokens per second that the batch gets, and a node is fed if its
+    chance is at least its price. No other set of nodes has more Σ (chance − price), and no node has
+    a larger chance than its parent. Sequoia (2402.12374) and EAGLE-2 (2406.16858) choose the nodes
+    of one row by chances alone; here they have a price, and all rows compete.
 
-    Chains that were looked up cost next to nothing before they are fed. So they are made first, and
-    then the tokens are chosen: a token's chance is that of drafts that were found by as many tokens
-    of the text. These tokens were not drawn, so no rule minds which are left out.
-    How costs are measured, and how often a drafter that does not pay is tried again, is that of
-    `cost_model`. The depths are chosen before tokens are drawn, so every lossless rule keeps its
-    law.
+    How deep drafts are, and how often a drafter that does not pay is tried again, is that of
+    `cost_model`, for the nodes that are worth their price. A draft that is made to learn from has
+    the first node of each row too.
+
+    Price and corrections are known before a draft, and what the drafter says of a node is known
+    before the node is drawn. So every lossless rule keeps its law.
     """
 
+    weighs = True
     per_row = MappingProxyType({"_kept": 0.0, "_expected_of": 0.0})
-    _kept: np.ndarray  # [B]: tokens that were accepted
-    _expected_of: np.ndarray  # [B]: those that the batch's acceptance made expect
+    _kept: np.ndarray  # [B]: nodes that were accepted
+    _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
+    _fed_nodes: "_Nodes | None" = None  # of this pass
+    _grows = False  # whether the drafter asks if drafts get another level
 
-    def __init__(
-        self,
-        max_depth: int = 8,
-        memory: float = 0.97,
-        probe_share: float = 0.03,
-        patience: int = 24,
-    ) -> None:
-        super().__init__(max_depth, memory, probe_share, patience)
-        # Of looked-up tokens, by the length of the match and the position: accepted and tried.
-        self._found = np.zeros((2, LONGEST + 1, max_depth))
-        self._sure: np.ndarray | None = None  # int [B]: of the last draft, if it was looked up
-        self._looked_up = False
-        self._in_vain = 0  # drafts since one was fed, and after IN_VAIN the passes
-
-    def fed(self, draft: Draft) -> np.ndarray:
-        self._looked_up = draft.sure is not None and draft.q is None and draft.is_chain
-        if not self._looked_up or not draft.sizes.any():
-            return draft.sizes
-        assert draft.sure is not None
-        self._sure = np.minimum(draft.sure, LONGEST)
-        width, count = draft.tokens.shape[1], int(draft.sizes.sum())
-        chances = self._chances()[self._sure, :width].cumprod(1)
-        chances[np.arange(width) >= draft.sizes[:, None]] = -1.0  # after all that is there
-        chances = chances.flatten()
-        order = np.argsort(-chances, kind="stable")[:count]
-        gained = self.rows + np.append(0.0, chances[order].cumsum())
-        passes = self._passes(self.rows + np.arange(count + 1))
-        assert passes is not None
-        best = int((gained / passes).argmax())
-        if not best and self._due(passes[1] / passes[0] - gained[1] / gained[0]):
-            best = 1
-        self._in_vain = 0 if best else max(self._in_vain, min(self._in_vain + 1, IN_VAIN))
-        return np.bincount(order[:best] // width, minlength=self.rows)
+    @cached_property
+    def _graded(self) -> np.ndarray:
+        """float64 [2, grades, max_depth]: nodes that were accepted, and nodes that were judged."""
+        return np.zeros((2, MOST - LEAST + 1, self.max_depth))
 
     def _chances(self) -> np.ndarray:
-        """float64 [LONGEST + 1, max_depth]: of looked-up tokens, if those before are accepted."""
-        kept, tried = self._found
-        every = np.empty(self.max_depth)
-        before = self._acceptance()[0]
-        for at, (some, of) in enumerate(zip(kept.sum(0), tried.sum(0), strict=True)):
-            every[at] = before = (some + before) / (of + 1)
-        chances: np.ndarray = (kept + OWN * every) / (tried + OWN)
-        return chances
+        """float64 [grades, max_depth]: of nodes, if those above them are accepted."""
+        kept, judged = self._graded
+        said = 1 / (1 + 2.0 ** -np.arange(LEAST, MOST + 1))
+        every = (kept.sum(1) + OWN * said) / (judged.sum(1) + OWN)
+        chances = (kept + OWN * every[:, None]) / (judged + OWN)
+        # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
+        rising, falling = np.maximum.accumulate(chances), np.minimum.accumulate(chances[::-1])
+        return (rising + falling[::-1]) / 2
 
-    def _best(self) -> np.ndarray:
-        plain = self._passes(np.array([self.rows]))
-        if self._looked_up and plain is not None and self._drafts(self.max_depth) < FREE * plain[0]:
-            if self._in_vain >= IN_VAIN:
-                self._in_vain += 1
-            rests = self._in_vain > IN_VAIN and self._in_vain % RARELY
-            return np.full(self.rows, 0 if rests else self.max_depth)
+    def depths(self) -> np.ndarray:
+        self._fed_nodes, self._ended = None, self.max_depth
+        depths = super().depths()
+        # The average decides whether to draft, and `grows` how deep.
+        deep = self._grows and not self._asks
+        return np.full_like(depths, self.max_depth) if deep else depths
+
+    def grows(self, depth: int, confidence: Tensor, parents: Tensor | None) -> bool:
+        self._grows = True
+        if self._asks:
+            return True
+        valid = np.ones(confidence.shape, dtype=bool)
+        above = None if parents is None else parents.numpy()
+        nodes = self._weighed(_Nodes(valid, confidence.numpy(), above, depth))
+        reached = (nodes.reached * (nodes.depths == depth - 1)).max(1)
+        per_row = reached * self._acceptance()[depth] - self._price() * self._nodes()[depth]
+        level = self._drafts(depth + 1) - self._drafts(depth)
+        if np.maximum(per_row, 0.0).sum() >= self._rate * level:
+            return True
+        self._ended = depth
+        return False
+
+    def kept(self, draft: Draft) -> np.ndarray | None:
+        if not draft.sizes.any() or (draft.confidence is None and not draft.is_chain):
+            return None
+        valid = np.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
+        parents = None if draft.is_chain else draft.parents_on_host()
+        confidence = draft.confidences().cpu().numpy()
+        nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels()))
+        keep = nodes.worth
+        if self._asks:
+            keep = keep.copy()
+            keep[:, 0] = valid[:, 0]
+        every = bool((keep == valid).all())
+        self._fed_nodes = nodes
+        if every:
+            return None
+        nodes.keep(keep)
+        return keep
+
+    def _weighed(self, nodes: "_Nodes") -> "_Nodes":
+        """The same with their chances."""
         own = (self._kept + OWN) / (self._expected_of + OWN)
-        chances = np.minimum(own[:, None] * self._acceptance(), 1.0).cumprod(1).flatten()
-        order = np.argsort(-chances, kind="stable")  # of a row, the shallow ones first
-        passes = self._passes(self.rows + self._nodes * np.arange(len(order) + 1))
-        assert passes is not None
-        # By the greatest depth D and the last token in this order: no token deeper than D is taken.
-        deepest = np.arange(1, self.max_depth + 1)[:, None]
-        taken = order % self.max_depth < deepest
-        gained = self.rows + (chances[order] * taken).cumsum(1)
-        drafts = np.array([[self._drafts(int(depth))] for depth in deepest[:, 0]])
-        rates = gained / (drafts + passes[taken.cumsum(1)])
-        place, last = np.unravel_index(rates.argmax(), rates.shape)
-        if rates[place, last] <= self.rows / passes[0]:
-            return np.zeros(self.rows, dtype=np.int64)
-        rows = order[: last + 1][taken[place, : last + 1]] // self.max_depth
-        return np.bincount(rows, minlength=self.rows)
+        nodes.chances = self._chances()[nodes.grades, nodes.depths]
+        here = np.minimum(own[:, None] * nodes.chances, 1.0)
+        nodes.reached = nodes.from_the_root(here, np.multiply)
+        nodes.worth = nodes.valid & (nodes.reached >= self._price())
+        return nodes
 
     def observe(self, verification: Verification) -> None:
-        expected = self._acceptance()
         super().observe(verification)
-        if self._sure is not None and len(self._sure) == len(verification.rows):
-            tried, kept = self._outcomes(verification.drafted, verification.accepted)
-            same = np.arange(LONGEST + 1)[:, None] == self._sure
-            self._found *= self.memory ** (float(verification.emitted.mean()) / LONGER)
-            self._found += np.stack([same @ kept.astype(float), same @ tried.astype(float)])
-            self._sure = None
         faded = self.memory**verification.emitted
         self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
-        if verification.draft_steps:
-            tried, kept = self._outcomes(verification.depths, verification.accepted)
-            self._kept += kept.sum(1)
-            self._expected_of += tried @ expected
+        self._graded *= self.memory ** (float(verification.emitted.mean()) / LONGER)
+        if (nodes := self._fed_nodes) is None:
+            return
+        accepted, judged = nodes.outcomes(verification)
+        self._kept += accepted.sum(1)
+        self._expected_of += (nodes.chances * judged).sum(1)
+        for table, which in zip(self._graded, (accepted, judged), strict=True):
+            np.add.at(table, (nodes.grades[which], nodes.depths[which]), 1.0)
+
+    def _results(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
+        if (nodes := self._fed_nodes) is None:
+            return super()._results(verification)
+        accepted = nodes.worth & nodes.outcomes(verification)[0]
+        return accepted.sum(1), np.bincount(nodes.depths[nodes.worth])
+
+
+class _Nodes:
+    """The nodes of a draft, [B, N] each.
+
+    valid: those that are no padding. parents: −1 is the root; None: chains. levels: the depth of
+    the deepest. depths: 0 for the root's children. grades: by what the drafter says of them.
+    chances: if their parents are accepted, as of all rows. reached: if that is not known, as of
+    this row. worth: bool, those that are worth their price.
+    """
+
+    chances: np.ndarray
+    reached: np.ndarray
+    worth: np.ndarray
+
+    def __init__(
+        self, valid: np.ndarray, confidence: np.ndarray, parents: np.ndarray | None, levels: int
+    ) -> None:
+        self.valid, self.parents, self.levels = valid, parents, levels
+        odds = confidence / np.maximum(1 - confidence, TINY) + TINY
+        self.grades = np.log2(odds).clip(LEAST, MOST).round().astype(np.int64) - LEAST
+        self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1
+
+    def from_the_root(self, values: np.ndarray, joined: np.ufunc) -> np.ndarray:
+        """[B, N]: the values of each node and of those above it, [B, N], joined."""
+        if self.parents is None:
+            found: np.ndarray = joined.accumulate(values, axis=1)
+            return found
+        return down_the_paths(values, self.parents, self.levels, joined)
+
+    def keep(self, keep: np.ndarray) -> None:
+        """Drop all but these nodes, bool [B, N]. The others stay in their order."""
+        order = np.argsort(~keep, axis=1, kind="stable")[:, : int(keep.sum(1).max())]
+        if self.parents is not None:
+            number = np.pad(keep.cumsum(1) - 1, ((0, 0), (0, 1)), constant_values=-1)
+            above = np.take_along_axis(number, self.parents, 1)
+            self.parents = np.take_along_axis(above, order, 1)
+        self.valid = np.take_along_axis(keep, order, 1)
+        for name in ("depths", "grades", "chances", "worth"):
+            setattr(self, name, np.take_along_axis(getattr(self, name), order, 1))
+
+    def outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
+        """bool [B, N] each: the nodes that were accepted, and those whose parents were."""
+        accepted = verification.accepted[:, None]
+        if self.parents is None:
+            place = np.arange(self.valid.shape[1])
+            return self.valid & (place < accepted), self.valid & (place <= accepted)
+        rows, count = self.valid.shape
+        stays = np.zeros((rows, count + 1), dtype=bool)
+        stays[:, -1] = True  # the root
+        row, place = np.nonzero(np.arange(verification.nodes.shape[1]) < accepted)
+        stays[row, verification.nodes[row, place]] = True
+        judged = self.valid & np.take_along_axis(stays, self.parents, 1)
+        return stays[:, :-1] & judged, judged

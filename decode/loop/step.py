@@ -23,6 +23,7 @@ from decode.model.features import Features
 from decode.rules import Rule, used_rule
 from decode.rules.exact import ExactMatch
 from decode.stats import Timing
+from decode.tree_nodes import leave_out
 from decode.verdict import Decision, Scores, Verdict, failure
 from decode.verification import Outcome, Seconds, Verification
 
@@ -243,19 +244,18 @@ class RunningRows:
             self.clock.mark("draft_prefill")
             self._drafted = True
         policy = setup.policy
-        limits = Limits(depths, policy.stops if policy.watches else None, policy.stops_after)
+        stops = policy.stops if policy.watches else None
+        grows = policy.grows if policy.weighs else None
+        limits = Limits(depths, stops, policy.stops_after, grows)
         rows = self.rows
         rng = rows.rng.coupled() if self._rule().couples else rows.rng
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
-        sizes = policy.fed(draft)
-        cut = sizes < draft.sizes
-        if not cut.any():
-            return draft
-        draft.cut(sizes)
-        depths[cut] = np.minimum(depths, sizes)[cut]
-        return draft if sizes.any() else Draft.none(len(depths), draft.tokens.device)
+        kept = policy.kept(draft)
+        if kept is not None:
+            leave_out(draft, kept)
+        return draft
 
     def _rule(self) -> Rule:
         """The rule for the running rows. Exact match serves only if all are greedy."""

@@ -8,6 +8,7 @@ Shapes: B rows, n nodes fed at once, m fed so far, V target vocabulary, V' ≤ V
 
 from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.draw.logits import change_drafts
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, argmax, draw
+from decode.tree_nodes import largest
 from decode.tree_structure import grown_ancestors
 
 
@@ -173,16 +175,19 @@ class Chain(Shape):
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         ends = None if limits.stops is None else _Ends(limits.stops, limits, growth)
-        drawn, q = chain_of(growth, int(limits.depths.max()), sampling, rng, ends)
-        sizes = limits.depths.copy() if ends is None else ends.lengths.cpu().numpy()
+        sure: list[Tensor] = []
+        drawn, q = chain_of(growth, limits, sampling, rng, ends, sure)
+        sizes = limits.depths if ends is None else ends.lengths.cpu().numpy()
+        sizes = np.minimum(sizes, len(drawn))
         width = int(sizes.max(initial=0))
         if not width:
             return Draft.none(growth.rows, growth.device)
         tokens = growth.ids(torch.stack(drawn[:width], 1))
+        confidence = torch.cat(sure[:width], 1) if sure else None
         if not q:
-            return Draft(tokens, sizes)
-        chosen = sampling.greedy_rows(growth.rows)
-        return Draft(tokens, sizes, q=torch.stack(q[:width], 1), _chosen_rows=chosen)
+            return Draft(tokens, sizes, confidence=confidence)
+        chosen, drawn_from = sampling.greedy_rows(growth.rows), torch.stack(q[:width], 1)
+        return Draft(tokens, sizes, drawn_from, _chosen_rows=chosen, confidence=confidence)
 
 
 class _Ends:
@@ -210,21 +215,30 @@ def greedy_among(sampling: Sampling, growth: Growth) -> Tensor | None:
 
 
 def chain_of(
-    growth: Growth, depth: int, sampling: Sampling, rng: CounterRNG, ends: _Ends | None = None
+    growth: Growth,
+    limits: Limits,
+    sampling: Sampling,
+    rng: CounterRNG,
+    ends: _Ends | None,
+    sure: list[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Choose `depth` tokens, one after the other: rows of the draft vocabulary, int64 [B] each; and
-    what each was drawn from, float32 [B, V] each, without tokens that were not drawn.
+    """Choose tokens, one after the other: rows of the draft vocabulary, int64 [B] each; and what
+    each was drawn from, float32 [B, V] each, without tokens that were not drawn. sure: gets how
+    likely each is accepted, float32 [B, 1], as the drafter knows it before it is drawn, if the
+    limits ask for it.
 
     Without `ends` it is work for the device only.
     """
     tokens: list[Tensor] = []
     q: list[Tensor] = []
-    logits = growth.first()
+    logits, depth = growth.first(), limits.max_depth
     for position in range(depth):
         if ends is not None:
             depth = ends.at(position, logits)
             if depth <= position:
                 break
+        if limits.grows is not None:
+            sure.append(largest(logits)[:, None])
         if sampling.greedy:
             drawn = argmax(logits)
         elif rng.couples:
@@ -236,6 +250,8 @@ def chain_of(
             q.append(growth.over_vocabulary(probs))
         tokens.append(drawn)
         if position + 1 < depth:
+            if limits.ends(position + 1, sure):
+                break
             logits = growth.extend(drawn[:, None])[:, 0]
     return tokens, q
 

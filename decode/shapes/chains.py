@@ -13,7 +13,7 @@ from decode.draft import Draft, Limits, Siblings
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among
-from decode.tree_nodes import best, first_equal, likeliest, log_q, pack, renumbered
+from decode.tree_nodes import best, first_equal, largest, likeliest, log_q, pack, renumbered
 
 
 @SHAPES.register("chains")
@@ -62,8 +62,11 @@ class Chains(Shape):
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
         q: list[Tensor] = []
+        sure: list[Tensor] = []
         for begin in range(0, nodes, chains):
             width = min(chains, nodes - begin)
+            if limits.grows is not None:
+                sure.append(largest(logits).expand(-1, width))
             probs = sampling.probs(logits)
             q.append(growth.over_vocabulary(probs))
             uniforms = rng.uniforms(CounterRNG.DRAFT, begin, width)
@@ -89,19 +92,19 @@ class Chains(Shape):
             # Row 0 is the root's q. All chains draw their first token from it.
             above + 1,
             _chosen_rows=sampling.greedy_rows(rows),
+            confidence=torch.cat(sure, 1) if sure else None,
         )
 
     def _greedy(self, growth: Growth, limits: Limits) -> Draft:
         rows, chains = growth.rows, self.chains
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
-        scores: list[Tensor] = []
+        own: list[Tensor] = []  # log q of each token alone
         for depth in range(limits.max_depth):
             tokens = logits.argmax(-1) if depth else likeliest(logits[:, 0], chains)
             drawn.append(tokens)
-            if self.budget is not None:
-                score = log_q(logits.expand(-1, chains, -1), tokens[..., None])[..., 0]
-                scores.append(score + scores[-1] if depth else score)
+            if self.budget is not None or limits.grows is not None:
+                own.append(log_q(logits.expand(-1, chains, -1), tokens[..., None])[..., 0])
             if depth + 1 < limits.max_depth:
                 logits = _next(growth, tokens, (depth - 1) * chains)
         all_tokens = growth.ids(torch.cat(drawn, 1))
@@ -110,8 +113,10 @@ class Chains(Shape):
         limit = to_device(limits.depths, growth.device)[:, None]
         keep = order // chains < limit
         if self.budget is not None:
-            keep = best(torch.cat(scores, 1), keep, self.budget)
-        return pack(keep, parents).draft(all_tokens)
+            scores = torch.stack(own, 1).cumsum(1).flatten(1)
+            keep = best(scores, keep, self.budget)
+        confidence = torch.cat(own, 1).exp() if own else None
+        return pack(keep, parents).draft(all_tokens, confidence=confidence)
 
 
 def _next(growth: Growth, tokens: Tensor, first: int) -> Tensor:

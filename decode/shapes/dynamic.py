@@ -38,34 +38,40 @@ class Dynamic(Shape):
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         rows, width, device = growth.rows, self.width, growth.device
-        # For each layer of candidates, [B, m] each: tokens (rows of the draft vocabulary), scores,
-        # and the indices of their parents among all candidates.
-        tokens, scores = _children(
-            growth.first()[:, None], torch.zeros(rows, 1, dtype=torch.float32, device=device), width
-        )
-        layers = [(tokens, scores, torch.full_like(tokens, -1))]
+        # For each layer of candidates, [B, m] each: tokens (rows of the draft vocabulary), log q of
+        # each alone, scores, and the indices of their parents among all candidates.
+        tokens, own = _children(growth.first()[:, None], width)
+        scores = own
+        layers = [(tokens, own, scores, torch.full_like(tokens, -1))]
         # The fed node that is the parent of each candidate.
         fed_parents = torch.full_like(tokens, -1)
         for depth in range(1, limits.max_depth):
+            if limits.grows is not None:
+                _, log_q_of, _, above = zip(*layers, strict=True)
+                if limits.ends(depth, [x.exp() for x in log_q_of], torch.cat(above, 1)):
+                    break
             scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
             scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]
             begin = 0 if depth == 1 else width + (depth - 2) * width**2
             logits = growth.extend(tokens.gather(1, chosen), fed_parents.gather(1, chosen))
-            tokens, scores = _children(logits, scores_BK, width)
-            layers.append((tokens, scores, (begin + chosen).repeat_interleave(width, 1)))
+            tokens, own = _children(logits, width)
+            scores = scores_BK.repeat_interleave(width, 1) + own
+            layers.append((tokens, own, scores, (begin + chosen).repeat_interleave(width, 1)))
             fed = torch.arange(growth.fed.shape[1] - width, growth.fed.shape[1], device=device)
             fed_parents = fed.repeat_interleave(width).expand(rows, -1)
-        all_tokens, all_scores, parents = (torch.cat(part, 1) for part in zip(*layers, strict=True))
+        all_tokens, alone, all_scores, parents = (
+            torch.cat(part, 1) for part in zip(*layers, strict=True)
+        )
         depths = torch.cat(
             [torch.full_like(layer[0][0], depth + 1) for depth, layer in enumerate(layers)]
         )
         limit = to_device(limits.depths, device)[:, None]
         keep = best(all_scores, depths <= limit, self.nodes)
-        return pack(keep, parents).draft(growth.ids(all_tokens))
+        return pack(keep, parents).draft(growth.ids(all_tokens), confidence=alone.exp())
 
 
-def _children(logits: Tensor, scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Tokens [B, e·k] and scores [B, e·k] of the likeliest children of e nodes. logits: [B, e, V']
-    and scores: [B, e], those of the nodes."""
+def _children(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens and their log q, [B, e·k] each, of the likeliest children of e nodes. logits:
+    [B, e, V'], those of the nodes."""
     tokens = likeliest(logits, width)
-    return tokens.flatten(1), (scores[..., None] + log_q(logits, tokens)).flatten(1)
+    return tokens.flatten(1), log_q(logits, tokens).flatten(1)

@@ -24,7 +24,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among
 from decode.shapes.structure import Structure
-from decode.tree_nodes import likeliest, pack
+from decode.tree_nodes import likeliest, log_q, pack
 
 TREE = "tree.json"  # the tree of a drafter directory
 
@@ -134,17 +134,23 @@ class FixedTree(Shape):
         plan = self._plan(limits.max_depth, growth.device)
         if not plan.levels:
             return Draft.none(rows, growth.device)
-        children = _Children(self.siblings(sampling), growth, sampling, rng)
+        weighs = limits.grows is not None
+        children = _Children(self.siblings(sampling), growth, sampling, rng, weighs)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
-        for level in plan.levels:
+        for depth, level in enumerate(plan.levels, 1):
             drawn.append(children.of(logits, level))
             if level.expanded.numel():
+                above = plan.parents[: level.first + len(level.orders)].expand(rows, -1)
+                if limits.ends(depth, children.sure, above):
+                    plan = self._plan(depth, growth.device)
+                    break
                 logits = growth.extend(
                     drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
                 )
         tokens = growth.ids(torch.cat(drawn, 1))
-        sizes = np.array([self.structure.within(int(depth)) for depth in limits.depths])
+        deepest = np.minimum(limits.depths, len(drawn))
+        sizes = np.array([self.structure.within(int(depth)) for depth in deepest])
         q = torch.cat(children.q, 1) if children.q else None
         draft = Draft(
             tokens,
@@ -157,6 +163,7 @@ class FixedTree(Shape):
             _ancestors=plan.ancestors.expand(rows, -1, -1),
             _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
             _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
+            confidence=torch.cat(children.sure, 1) if children.sure else None,
         )
         return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
 
@@ -173,12 +180,20 @@ class _Children:
     greedy: bool [B], rows that get the likeliest tokens beside rows that draw. None: no row.
     q: float32 [B, e, V] for each expanded level; empty if tokens are chosen. lacking: bool [B, n]
     for each level, the nodes for which q had no token left; only without replacement.
+    sure: float32 [B, n] for each level if the drafter `weighs` its nodes: the probability at
+    temperature 1 of the token of a node's rank, which is known before a token is drawn.
     """
 
     def __init__(
-        self, siblings: Siblings, growth: Growth, sampling: Sampling, rng: CounterRNG
+        self,
+        siblings: Siblings,
+        growth: Growth,
+        sampling: Sampling,
+        rng: CounterRNG,
+        weighs: bool,
     ) -> None:
         self.siblings, self.growth, self.sampling, self.rng = siblings, growth, sampling, rng
+        self.weighs, self.sure = weighs, list[Tensor]()
         self.greedy = None if siblings == "chosen" else greedy_among(sampling, growth)
         self.q: list[Tensor] = []
         self.lacking: list[Tensor] = []
@@ -186,15 +201,21 @@ class _Children:
     def of(self, logits: Tensor, level: _Level) -> Tensor:
         """int64 [B, n], rows of the draft vocabulary. logits: [B, e, V'], those of the parents."""
         if self.siblings == "chosen":
-            return self._likeliest(logits, level)
+            return self._likeliest(logits, level, level.rank_count)
         tokens = self._drawn(logits, level)
-        if self.greedy is None:
-            return tokens
-        return torch.where(self.greedy[:, None], self._likeliest(logits, level), tokens)
+        if self.greedy is not None:
+            chosen = self._likeliest(logits, level, level.rank_count)
+            return torch.where(self.greedy[:, None], chosen, tokens)
+        if self.weighs:
+            self._likeliest(logits, level, min(level.rank_count, logits.shape[-1]))
+        return tokens
 
-    def _likeliest(self, logits: Tensor, level: _Level) -> Tensor:
-        tokens = likeliest(logits, level.rank_count).flatten(1)
-        return tokens[:, level.parents * level.rank_count + level.ranks]
+    def _likeliest(self, logits: Tensor, level: _Level, count: int) -> Tensor:
+        tokens = likeliest(logits, count)
+        at = level.parents * count + level.ranks.clamp(max=count - 1)
+        if self.weighs:
+            self.sure.append(log_q(logits, tokens).exp().flatten(1)[:, at])
+        return tokens.flatten(1)[:, at]
 
     def _drawn(self, logits: Tensor, level: _Level) -> Tensor:
         probs = self.sampling.probs(logits)
@@ -233,7 +254,8 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
     packed = pack(keep, draft.parents)
     if (packed.sizes == draft.sizes).all():
         return draft
-    return packed.draft(draft.tokens, draft.q, draft.q_rows, "distinct", chosen=draft.chosen_rows())
+    known = draft.chosen_rows(), draft.confidence
+    return packed.draft(draft.tokens, draft.q, draft.q_rows, "distinct", *known)
 
 
 @SHAPES.register("static")

@@ -176,7 +176,10 @@ class Conversation:
 
     def _ready(self, prompt: Sequence[int]) -> Decoder:
         if self._decoder is None:
-            decoder, _ = self.settings.decoder(self.target, self._drafter, prompt)
+            # A policy learns what drafts cost from the steps; measuring it would take longer than
+            # an answer. A shape that is planned by costs cannot.
+            measured = prompt if self.settings.plans else None
+            decoder, _ = self.settings.decoder(self.target, self._drafter, measured)
             decoder.prefixes = self._prefixes
             decoder.observers.append(self._observe)
             self._decoder = decoder

@@ -9,9 +9,9 @@ import typer
 
 from decode.base.errors import UserError
 from draftsmith.cli.command import (
-    DecodeOptions,
     DtypeOption,
     Loading,
+    PayingDrafts,
     TargetOption,
     TokensOption,
     read_schema,
@@ -44,7 +44,7 @@ def chat(
             f"the newest trained one of {RUN}"
         ),
     ] = None,
-    decoding: DecodeOptions,
+    decoding: PayingDrafts,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
     schema: Annotated[

@@ -260,6 +260,13 @@ class DecodeOptions(Drafting):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PayingDrafts(DecodeOptions):
+    """`DecodeOptions`, without drafts that do not pay."""
+
+    policy: PolicyOption = "worth"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallerOptions:
     """Who may call a server, and what it holds at most."""
 

@@ -12,10 +12,9 @@ import typer
 from decode.base.errors import UserError
 from draftsmith.cli.command import (
     CallerOptions,
-    DecodeOptions,
     DrafterOption,
     Loading,
-    PolicyOption,
+    PayingDrafts,
     key_from,
     require_packages,
 )
@@ -36,10 +35,8 @@ class LearnSource(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeDecodeOptions(DecodeOptions):
-    """`DecodeOptions`, with other numbers after each start, and without drafts that do not pay."""
-
-    policy: PolicyOption = "worth"
+class ServeDecodeOptions(PayingDrafts):
+    """`PayingDrafts`, with other numbers after each start."""
 
     seed: Annotated[
         int | None,

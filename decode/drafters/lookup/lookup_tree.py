@@ -29,21 +29,23 @@ Followers = Callable[[P], Sequence[tuple[int, float, P]]]
 class LookupTree:
     """The nodes of one row's draft, parents before children. parents: −1 is the last committed
     token. depths: 1 for its children. score: the sum of the nodes' estimated probabilities, which
-    is the number of tokens that are expected to be accepted. sure: the tokens of the text that were
-    found again; 0 if that is not known."""
+    is the number of tokens that are expected to be accepted. shares: of each node, how likely it is
+    after its parent; of some only, if that is not known."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     score: float = 0.0
-    sure: int = 0
+    shares: list[float] = field(default_factory=list)
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
-    def path(cls, tokens: list[int], sure: int = 0) -> "LookupTree":
-        """These tokens, one after the other."""
+    def path(cls, tokens: list[int], found: int = 0) -> "LookupTree":
+        """These tokens, one after the other. found: how many tokens before them were found again;
+        0 if that is not known. Each doubles the odds that a token after them is right."""
         count = len(tokens)
-        return cls(tokens, [*range(-1, count - 1)], [*range(1, count + 1)], sure=sure)
+        shares = [1 / (1 + 2.0**-found)] * count
+        return cls(tokens, [*range(-1, count - 1)], [*range(1, count + 1)], shares=shares)
 
     def add(self, token: int, parent: int) -> int:
         """Appends a node and returns its number."""
@@ -86,7 +88,7 @@ def grow_likeliest(
     Nodes with a probability below `least` are left out. branches: False: only the likeliest
     follower of each node, which gives a path.
     """
-    tree, order = LookupTree(), itertools.count()
+    tree, order, chances = LookupTree(), itertools.count(), list[float]()
     heap: list[tuple[float, int, int, int, int, P]] = []
 
     def offer(probability: float, parent: int, level: int, place: P) -> None:
@@ -105,6 +107,8 @@ def grow_likeliest(
     while heap and len(tree.tokens) < nodes:
         minus, level, _, parent, token, place = heapq.heappop(heap)
         node = tree.add(token, parent)
+        chances.append(-minus)
+        tree.shares.append(-minus / (chances[parent] if parent >= 0 else 1.0))
         tree.score -= minus
         if level < depth:
             offer(-minus, node, level + 1, place)
@@ -114,17 +118,24 @@ def grow_likeliest(
 def as_draft(trees: Sequence[LookupTree], branches: bool) -> Draft:
     """One tree per row, on the host, of tokens that were chosen and not drawn. branches: False: all
     of them are paths, and the draft is one of chains."""
-    if not branches:
-        return Draft.chosen([tree.tokens for tree in trees], [tree.sure for tree in trees])
     sizes = np.array([len(tree.tokens) for tree in trees])
     tokens = np.zeros((len(trees), int(sizes.max())), dtype=np.int64)
-    parents = np.full_like(tokens, -1)
+    parents, confidence = np.full_like(tokens, -1), np.zeros(tokens.shape, dtype=np.float32)
+    known = all(len(tree.shares) == len(tree.tokens) for tree in trees)
     for row, tree in enumerate(trees):
-        places = tree.places()
-        tokens[row, places[:-1]] = tree.tokens
-        parents[row, places[:-1]] = places[np.array(tree.parents, dtype=np.int64)]
+        places = tree.places() if branches else np.arange(sizes[row] + 1)
+        nodes = places[:-1]
+        if branches:
+            parents[row, nodes] = places[np.array(tree.parents, dtype=np.int64)]
+        tokens[row, nodes] = tree.tokens
+        if known:
+            confidence[row, nodes] = tree.shares
     return Draft(
-        torch.as_tensor(tokens), sizes, parents=torch.as_tensor(parents), _host_parents=parents
+        torch.as_tensor(tokens),
+        sizes,
+        parents=torch.as_tensor(parents) if branches else None,
+        confidence=torch.as_tensor(confidence) if known else None,
+        _host_parents=parents if branches else None,
     )
 
 

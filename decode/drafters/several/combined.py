@@ -215,6 +215,7 @@ def _merged(drafts: list[Draft]) -> Draft:
     order = torch.arange(nodes, device=device)
     trees = any(not draft.is_chain for draft in drafts)
     parents = torch.full_like(tokens, -1) if trees else None
+    confidence = torch.zeros(rows, nodes, device=device)
     drawn = [draft.q for draft in drafts if draft.q is not None]
     q = q_rows = None
     if drawn:
@@ -228,6 +229,7 @@ def _merged(drafts: list[Draft]) -> Draft:
         tokens[its_rows, :count] = draft.tokens[its_rows]
         if parents is not None:
             parents[its_rows, :count] = (draft.parent_rows() - 1)[its_rows]
+        confidence[its_rows, :count] = draft.confidences()[its_rows]
         if q is None or q_rows is None:
             continue
         if draft.q is None:
@@ -240,7 +242,8 @@ def _merged(drafts: list[Draft]) -> Draft:
     kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
     assert kind is not None, "a drafter made other siblings than it declared"
     drawn_as: Drawn = "independent" if kind == "chosen" else kind
-    return Draft(tokens, sizes, q, parents, q_rows, drawn_as, chosen_rows(drafts))
+    chosen = chosen_rows(drafts)
+    return Draft(tokens, sizes, q, parents, q_rows, drawn_as, chosen, confidence=confidence)
 
 
 class SeveralDrafters(Group):
@@ -279,7 +282,7 @@ class SeveralDrafters(Group):
     ) -> Draft:
         # With the same random numbers, drafters would not draw independently.
         drafts = [
-            drafter.draft(contexts, Limits(limits.depths), sampling, rng.fork(part))
+            drafter.draft(contexts, replace(limits, stops=None), sampling, rng.fork(part))
             for part, drafter in enumerate(self.drafters)
         ]
         if not any(draft.sizes.any() for draft in drafts):
@@ -297,6 +300,7 @@ class SeveralDrafters(Group):
         # Shallow nodes first; at one depth, in the order of the drafters.
         by_depth = torch.where(keep, depths, depth + 1).sort(dim=1, stable=True).indices
         tokens, keep = tokens.gather(1, by_depth), keep.gather(1, by_depth)
+        confidence = torch.cat([draft.confidences() for draft in drafts], 1).gather(1, by_depth)
         place = by_depth.argsort(1)
         above = renumbered(parents.gather(1, by_depth), place)
         first = first_equal(tokens, torch.where(keep, above, -1), depth)
@@ -306,7 +310,8 @@ class SeveralDrafters(Group):
         if q_rows is not None:
             q_rows = q_rows.gather(1, by_depth)
         drawn: Drawn = "independent" if len(self.drafters) == 1 else "mixed"
-        return pack(keep, above).draft(tokens, q, q_rows, drawn, chosen_rows(drafts))
+        chosen = chosen_rows(drafts)
+        return pack(keep, above).draft(tokens, q, q_rows, drawn, chosen, confidence)
 
 
 def common_device(drafts: list[Draft]) -> torch.device:
