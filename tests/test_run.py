@@ -265,7 +265,8 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
         "loop": {"epochs": 2, "tokens_per_batch": 120, "log_every": 1},
     }
     (base / "config.yaml").write_text(text + f"  - {json.dumps(heads)}\n", "utf-8")
-    report = start(base, "evaluation.stages=[distill, medusa]", "evaluation.in_one_tree=[ngram]")
+    evaluated = ("evaluation.stages=[distill, medusa]", "evaluation.in_one_tree=[ngram]")
+    report = start(base, *evaluated, "evaluation.generate=true")
     rows = {row["stage"]: row for row in report["rows"]}
     assert list(rows) == ["before", "distill", "medusa", "ngram+medusa", "ngram++medusa"]
     assert rows["ngram+medusa"]["drafter"] == "ngram+medusa"
@@ -274,6 +275,16 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
     assert "tree" in rows["ngram+medusa"]["evaluation"]["drafts"]
     assert rows["medusa"]["drafter"] == "medusa"
     assert all(row["evaluation"]["identical_to_plain"] == 1 for row in rows.values())
+    # `generate()` answered for the first row only.
+    first, *others = rows.values()
+    plain = first["evaluation"]["plain_vs_generate"]
+    for row in others:
+        assert row["tokens"] < first["tokens"]
+        evaluation = row["evaluation"]
+        assert evaluation["plain_vs_generate"] == plain
+        assert evaluation["vs_generate"]["value"] == (
+            evaluation["speedup"]["value"] * plain["value"]
+        )
 
 
 def test_drafters_that_cannot_be_asked_in_turn_cost_their_row_only(base, monkeypatch):

@@ -54,6 +54,16 @@ def ratio_of_totals(
     return found
 
 
+def product(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """Two measured ratios multiplied. The ends of the interval are products too, which is wide
+    enough however the two depend on each other.
+
+    >>> product({"value": 2.0, "low": 1.0, "high": 4.0}, {"value": 3.0, "low": 2.0, "high": 4.0})
+    {'value': 6.0, 'low': 2.0, 'high': 16.0}
+    """
+    return {end: one[end] * other[end] for end in one if end in other}
+
+
 def _half_width(figures: np.ndarray) -> float:
     """Half the width of the interval of the logarithm. figures: float64 [n, 4], by prompt."""
     count = len(figures)

@@ -154,7 +154,7 @@ class EvaluationConfig(Strict):
     timed_batch_size: int = Field(1, ge=1)
     """The number of timed prompts that are decoded together. It divides `timed_prompts`."""
     generate: bool = True
-    """Time `generate()` of `transformers` too."""
+    """Time `generate()` of `transformers` too, once in the run."""
     seed: Seed = 0
     """The seed of the draws."""
 

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from train.data.read import Example, spread
 from train.loop.trained_target import load_like
 from train.measure.evaluation import evaluate, help_evaluate
 from train.measure.figures import Evaluation
+from train.measure.intervals import product
 from train.measure.ranks import Ranks
 from train.measure.timed_prompts import fastest_gamma
 from train.run.config import RunConfig, differences, dump_config
@@ -205,6 +206,9 @@ class RunEvaluation:
         prompts = self.prompts(examples)
         drafter = open_drafter(row.spec, target)
         protocol = settings.protocol(gamma, trained=row.spec != row.kind)
+        over_generate = ranks.main_only(lambda: self._plain_over_generate(row))
+        if over_generate is not None:
+            protocol = replace(protocol, generate=False)
         if not ranks.is_main:
             help_evaluate(target, drafter, prompts, protocol, ranks)
             return
@@ -215,13 +219,17 @@ class RunEvaluation:
                 bar.update(done, what=f"evaluating {row.stage}: {what}")
 
             evaluation = evaluate(target, drafter, prompts, protocol, progress, ranks)
+        figures = evaluation.to_dict() | {"drift": drift_of(row.spec)}
+        if over_generate is not None and figures["speedup"] is not None:
+            figures["plain_vs_generate"] = over_generate
+            figures["vs_generate"] = product(figures["speedup"], over_generate)
         record: dict[str, Any] = {
             "stage": row.stage,
             "drafter": row.kind,
             "settings": self._settings(row),
             "seconds": time.perf_counter() - begin,
             "tokens": evaluation.decoded_tokens,
-            "evaluation": evaluation.to_dict() | {"drift": drift_of(row.spec)},
+            "evaluation": figures,
             "samples": self._samples(evaluation, examples),
         }
         text = json.dumps(record, indent=2)
@@ -238,6 +246,26 @@ class RunEvaluation:
         figures = {key: float(value) for key, value in values.items() if value is not None}
         step = self.reporter.log_figures(place, 1, figures)
         self.accelerator.log({f"{place}/{key}": value for key, value in figures.items()}, step)
+
+    def _plain_over_generate(self, row: ReportRow) -> dict[str, float] | None:
+        """`plain_vs_generate` of a row that was measured with the same settings. Both loops run the
+        same layers in each row, and `generate()` is by far the slower one, so a run times it once.
+        None: this row times it."""
+
+        def shared(settings: dict[str, Any]) -> dict[str, Any]:
+            evaluation = dict(settings.get("evaluation") or {})
+            evaluation.pop("baseline_gammas", None)
+            return settings | {"drafter": None, "evaluation": evaluation}
+
+        if not self.config.evaluation.generate:
+            return None
+        now = shared(self._settings(row))
+        for found in stored_rows(self.config.run_dir).values():
+            record = json.loads((found / EVALUATION).read_text(encoding="utf-8"))
+            ratio: dict[str, float] | None = record["evaluation"].get("plain_vs_generate")
+            if ratio and shared(record.get("settings") or {}) == now:
+                return ratio
+        return None
 
     def _samples(self, evaluation: Evaluation, examples: Sequence[Example]) -> list[dict[str, str]]:
         tokenizer = self.load_target().tokenizer
@@ -272,12 +300,12 @@ def planned_evaluation(
     prompts = len(examples[settings.split])
     prompts = min(prompts, settings.prompts or prompts)
     size = settings.timed_batch_size
-    # Plain, with drafts, and by `generate()`.
-    timed = (3 if settings.generate else 2) * min(settings.timed_prompts, prompts // size * size)
-    tokens = prompts * settings.max_new_tokens + timed * settings.timed_tokens
+    timed = min(settings.timed_prompts, prompts // size * size)
+    # Each row plainly and with drafts, and one by `generate()` too.
+    texts = timed * (2 * count + settings.generate)
     return StagePlan(
-        f"{count} drafters on {prompts} prompts of {settings.split}, {timed} timed texts each",
-        tokens=count * tokens,
+        f"{count} drafters on {prompts} prompts of {settings.split}, {2 * timed} timed texts each",
+        tokens=count * prompts * settings.max_new_tokens + texts * settings.timed_tokens,
     )
 
 
