@@ -107,6 +107,12 @@ def test_an_unknown_mistake_is_not_named() -> None:
         assert explain(as_keys(rng.integers(0, 4, (200, 1))), said, {}).verdict == NONE
 
 
+def test_counts_that_are_all_alike_are_equal_if_the_drafter_has_them_too() -> None:
+    alike = [(1, 1, 1)] * 199 + [(1, 1, 0)]
+    found = explain(alike, {EQUAL: alike, "a": [(1, 1, 0)] * 200}, {})
+    assert found.verdict == EQUAL
+
+
 def test_rounding_of_some_prompts_hides_no_mistake_and_makes_none() -> None:
     rng = np.random.default_rng(0)
     said = {name: rng.integers(0, 4, (200, 1)) for name in (EQUAL, "a", "b")}

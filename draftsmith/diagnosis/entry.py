@@ -17,7 +17,7 @@ from decode.opening.directory import describe_drafter, open_drafter
 from draftsmith.auditing.drafts import COUNTING
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
 from draftsmith.diagnosis.engine import measure, measure_together, ready, template_fault
-from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys, explain
+from draftsmith.diagnosis.explain import ALONE, EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Acceptance
 from draftsmith.export.engines import EngineTask
@@ -29,8 +29,6 @@ from train.settings.server_config import ServerConfig
 
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3
-# A mistake that says the counts of fewer prompts may be one of two.
-ALONE = 0.99
 PAIR = 0.1  # how likely a second mistake is
 PLUS = " + "  # between the names of a pair
 # Requests at a time, after one at a time.
