@@ -1,5 +1,6 @@
 """A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
+from decode.draft import Contexts, Draft
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
@@ -24,9 +27,9 @@ from decode.settings import DecodeSettings
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
-from draftsmith.diagnosis.engine import parse_reading
+from draftsmith.diagnosis.engine import parse_reading, template_fault
 from draftsmith.diagnosis.entry import Diagnosis, cause_in_engine, diagnose
-from draftsmith.diagnosis.explain import EQUAL, NONE, as_keys, explain
+from draftsmith.diagnosis.explain import EQUAL, NONE, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import export_drafter
@@ -39,6 +42,7 @@ from tests.tiny import VOCAB, tiny_target
 from tests.upstream import served
 from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
+from train.engines.counters import DraftCounts
 from train.settings.server_config import ServerConfig
 
 PROMPTS = 24
@@ -53,6 +57,9 @@ def test_an_honest_service_is_equal() -> None:
     found = diagnosed(taught("eagle3"))
     assert found.explanation.verdict == EQUAL
     assert found.there == found.here
+    shorter, longer = found.by_length
+    assert shorter.longest <= longer.shortest
+    assert (shorter.there + longer.there) / 2 == pytest.approx(sum(found.there))
     assert sum(found.here) > GAMMA / 2  # else a mistake has little to spoil
     assert found.sound
     assert {*found.together} == {8, 16}
@@ -61,6 +68,26 @@ def test_an_honest_service_is_equal() -> None:
     mixed = replace(found, together=found.together | {16: rows})
     assert (mixed.mixed, mixed.sound) == ([16], False)
     assert mixed.headline.startswith("rows mixed at concurrency: ")
+
+
+def test_another_chat_template_is_named() -> None:
+    tokenizer = copy.deepcopy(target().tokenizer)
+    tokenizer.chat_template = "{{ 'word1 ' }}" + tokenizer.chat_template
+    one, other = target(), replace(target(), tokenizer=tokenizer)
+    prompt = prompts(1, 0)[0]
+    with serving(one, taught("eagle3")) as running:
+        config = ServerConfig(url=[running.url])
+        assert template_fault(running.url, one, prompt, config) is None
+        fault = template_fault(running.url, other, prompt, config)
+    assert fault is not None
+    assert "the server makes" in fault
+    counts = DraftCounts(10.0, 5.0)
+    sound = Explanation(EQUAL, (), 1.0, {EQUAL: 1.0}, (), False)
+    found = Diagnosis("draftsmith", 24, [0.5], [0.5], 9, sound, GAMMA, counts, {}, [], None)
+    assert found.sound
+    spoilt = replace(found, template=fault)
+    assert not spoilt.sound
+    assert spoilt.headline.startswith("another chat template: the server makes")
 
 
 # In the gate: `test_a_verification_that_finds_less_ends_with_the_diagnosis`.
@@ -78,6 +105,12 @@ def test_an_unknown_mistake_is_not_named() -> None:
     said = {name: as_keys(rng.integers(0, 4, (200, 1))) for name in (EQUAL, "a", "b", "c")}
     for _ in range(100):
         assert explain(as_keys(rng.integers(0, 4, (200, 1))), said, {}).verdict == NONE
+
+
+def test_counts_that_are_all_alike_are_equal_if_the_drafter_has_them_too() -> None:
+    alike = [(1, 1, 1)] * 199 + [(1, 1, 0)]
+    found = explain(alike, {EQUAL: alike, "a": [(1, 1, 0)] * 200}, {})
+    assert found.verdict == EQUAL
 
 
 def test_rounding_of_some_prompts_hides_no_mistake_and_makes_none() -> None:
@@ -290,7 +323,17 @@ def test_a_server_that_is_gone_is_said_by_name() -> None:
 
 @pytest.mark.thorough  # `test_an_unknown_mistake_is_not_named` says it of counts
 def test_a_server_with_another_drafter_has_none_of_the_mistakes() -> None:
-    found = diagnosed(NgramDrafter(1, 2))
+    class Other(type(taught("eagle3"))):  # type: ignore[misc]
+        """Every second text gets drafts that are wrong from their first token on."""
+
+        def draft(self, contexts: Contexts, *others: Any) -> Draft:
+            draft: Draft = super().draft(contexts, *others)
+            draft.tokens[:, 0] += torch.as_tensor(contexts.lengths % 2)
+            return draft
+
+    served = copy.copy(taught("eagle3"))
+    served.__class__ = Other
+    found = diagnosed(served)
     assert found.explanation.verdict == NONE
     assert "the server may have another drafter than this one" in found.headline
 

@@ -58,7 +58,7 @@ SEEDS, DRAWS, HONEST_DRAWS, DRAWN = 4, 20, 100, 200
 ROWS, MORE_ROWS = 8, 25
 # Of the embedded target: it writes a text for one shipped prompt of so many; the training.
 SPREAD, STEPS, RATE = 5, 120, 1e-3
-FEWER = {"medusa": 20, "eagle3": 40}
+FEWER = {"medusa": 20, "eagle3": 40, "mtp": 40, "small_lm": 40}
 LAYERS = 2  # of its small LM
 TAPS = [1, 14, 26]  # of its DFlash
 
@@ -124,7 +124,7 @@ def first_layers(one: Target, texts: Sequence[list[int]]) -> SmallLMDrafter:
     optimizer = torch.optim.Adam(learnt.parameters(), lr=RATE)
     ids, _ = as_batch(texts)
     with torch.enable_grad():
-        for _ in range(STEPS):
+        for _ in range(FEWER["small_lm"]):
             loss = model(ids, labels=ids).loss
             optimizer.zero_grad()
             loss.backward()

@@ -15,12 +15,11 @@ from scipy.stats import binom
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from decode.text import prompt_ids
 from draftsmith.auditing.asking import AuditedServer
 from draftsmith.auditing.asking import asking as ask_server
 from draftsmith.auditing.findings import Finding, Judgement
+from draftsmith.auditing.template import TemplateQuestion, prompt_of
 from draftsmith.net.events import DONE, read_events
-from train.data.chat_tokens import has_template
 from train.engines.answers.protocols import AskSettings, LlamaServer, WantedAnswer, token_ids
 from train.engines.ask_servers import ServerLost
 from train.settings.server_config import ServerConfig
@@ -321,33 +320,21 @@ def _common(one: Said, two: Said) -> int:
 
 async def _template(asking: _Asking, target: Target, prompt: Sequence[int]) -> list[Finding]:
     """None if the target has no template, or the server no such route."""
-    if not has_template(target.tokenizer):
+    question = TemplateQuestion.of(target, prompt, asking.settings.model)
+    if question is None:
         return []
-    messages = [{"role": "user", "content": target.tokenizer.decode(prompt).strip() or "?"}]
-    expected = prompt_ids(messages, target.tokenizer)
-    body = {
-        "model": asking.settings.model, "messages": messages, "max_tokens": 1, "temperature": 0,
-        "return_token_ids": True,
-    }  # fmt: skip
-    counted = await asking.reply(body, _prompt_of, "/v1/chat/completions")
+    counted = await asking.reply(question.body, _prompt_of, "/v1/chat/completions")
     if isinstance(counted, _NoReply):
         return (
             [Finding(GROUP, "chat template", Judgement.UNJUDGED, counted.problem)]
             if counted.came
             else []
         )
-    theirs, count = counted
     compared = _Compared("chat template", 1)
-    if (theirs is not None and theirs != expected) or (theirs is None and count != len(expected)):
-        compared.faults.append(
-            f"the server makes {count} tokens of a message, and the target's template "
-            f"{len(expected)}: {target.tokenizer.decode(expected)!r}"
-        )
+    if fault := question.fault(*counted):
+        compared.faults.append(fault)
     return compared.finding(Judgement.UNJUDGED)
 
 
 def _prompt_of(response: httpx2.Response) -> tuple[list[int] | None, int | None]:
-    """The prompt's token ids and their number, where an answer says them."""
-    reply = response.json()
-    ids = reply.get("prompt_token_ids", reply["choices"][0].get("prompt_token_ids"))
-    return ids, (reply.get("usage") or {}).get("prompt_tokens")
+    return prompt_of(response.json())

@@ -124,6 +124,9 @@ def _of_server(
     found = diagnose(config.urls[0], target, opened, asked, config, gamma=gamma, say=say)
     for place, (there, here) in enumerate(zip(found.there, found.here, strict=True), 1):
         say(f"place {place}: {there:.3f} accepted a prompt there, {here:.3f} here")
+    for x in found.by_length:
+        lengths = f"prompts of {x.shortest} to {x.longest} tokens"
+        say(f"{lengths}: {x.there:.3f} accepted a prompt there, {x.here:.3f} here")
     several = [f"{x.rate or 0.0:.1%} with {n} at a time" for n, x in found.together.items()]
     say(", ".join([f"{found.alone.rate or 0.0:.1%} of draft tokens accepted", *several]))
     say(found.headline)

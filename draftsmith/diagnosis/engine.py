@@ -1,8 +1,10 @@
 """Acceptance by place there: what a server's own counters say of one request after the other."""
 
+import json
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +14,9 @@ from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import AskedTexts, ask_texts
 from draftsmith.auditing.drafts import COUNTING, SETTLE_SECONDS, SLOW_SECONDS
+from draftsmith.auditing.template import TemplateQuestion, prompt_of
 from train.engines.child_process import NoAnswer, ask
-from train.engines.counters import DraftCounts, parse_counters
+from train.engines.counters import DraftCounts, parse_counters, served_models
 from train.settings.server_config import ServerConfig
 
 # vLLM, draftsmith and llama-server (in builds of 2026) have the same names, each behind its prefix.
@@ -236,6 +239,22 @@ def measure_together(
     _require_texts(url, _are_same([text.tokens for text in asked.texts], own))
     after = read(url, config.key() or "")
     return asked.counts if asked.counts.drafted else after.counts - before.counts
+
+
+def template_fault(
+    url: str, target: Target, prompt: Sequence[int], config: ServerConfig
+) -> str | None:
+    """How the server's chat template differs from the target's, for the text of a prompt as a
+    message. None: it does not, the target has none, or the server takes no messages or does not say
+    what it makes of them."""
+    key = config.key() or ""
+    with suppress(UserError, ValueError, LookupError, TypeError):
+        question = TemplateQuestion.of(target, prompt, config.model or served_models(url, key)[0])
+        if question is not None:
+            reply = json.loads(ask(f"{url}/v1/chat/completions", question.body, key))
+            ids, count = prompt_of(reply)
+            return None if ids is None and count is None else question.fault(ids, count)
+    return None
 
 
 def _places(reading: ServerCounters, gamma: int) -> np.ndarray:

@@ -16,8 +16,8 @@ from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
 from draftsmith.auditing.drafts import COUNTING
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.engine import measure, measure_together, ready
-from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys, explain
+from draftsmith.diagnosis.engine import measure, measure_together, ready, template_fault
+from draftsmith.diagnosis.explain import ALONE, EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Acceptance
 from draftsmith.export.engines import EngineTask
@@ -29,8 +29,6 @@ from train.settings.server_config import ServerConfig
 
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3
-# A mistake that says the counts of fewer prompts may be one of two.
-ALONE = 0.99
 PAIR = 0.1  # how likely a second mistake is
 PLUS = " + "  # between the names of a pair
 # Requests at a time, after one at a time.
@@ -41,11 +39,35 @@ MOST_SHORTER = 0.5
 
 
 @dataclass(frozen=True)
+class OfLength:
+    """Prompts of so many tokens, and the tokens accepted of one there and here."""
+
+    shortest: int
+    longest: int
+    there: float
+    here: float
+
+    @classmethod
+    def halves(
+        cls, prompts: Sequence[Sequence[int]], there: np.ndarray, here: np.ndarray
+    ) -> list["OfLength"]:
+        """The shorter half of the prompts and the longer. there, here: int [N, places]."""
+        lengths = np.array([*map(len, prompts)])
+        found = []
+        for some in np.array_split(np.argsort(lengths, kind="stable"), 2):
+            accepted = (float(x[some].sum(1).mean()) for x in (there, here))
+            found.append(cls(int(lengths[some[0]]), int(lengths[some[-1]]), *accepted))
+        return found
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """there, here: accepted tokens by place of a draft, per prompt; in the sum over all places if
     the engine does not say them by place. mistakes: how many hypotheses were tried, pairs among
     them. alone: what the engine counts with one request at a time. together: the same of the same
-    prompts with several at a time, by their number."""
+    prompts with several at a time, by their number. by_length: of the shorter half of the prompts,
+    and of the longer. template: how the server's chat
+    template differs from the target's; None: it does not, as far as the server says."""
 
     engine: str
     prompts: int
@@ -56,11 +78,14 @@ class Diagnosis:
     gamma: int
     alone: DraftCounts
     together: dict[int, DraftCounts]
+    by_length: list["OfLength"]
+    template: str | None = None
 
     @property
     def sound(self) -> bool:
-        """Whether the engine does what the drafter can."""
-        return self.explanation.verdict == EQUAL and not self.mixed
+        """Whether the engine does what the drafter can, on messages too."""
+        equal = self.explanation.verdict == EQUAL
+        return equal and not self.mixed and self.template is None
 
     @property
     def mixed(self) -> list[int]:
@@ -76,6 +101,16 @@ class Diagnosis:
     @property
     def headline(self) -> str:
         """The findings and their remedies."""
+        if self.template is None:
+            return self._of_tokens
+        return (
+            f"another chat template: {self.template}. Remedy: start the server with the template "
+            "and the arguments (thoughts on or off) that the drafter was trained with, or train it "
+            f"with the server's. With prompts as token ids: {self._of_tokens}"
+        )
+
+    @property
+    def _of_tokens(self) -> str:
         if not self.mixed:
             return self._of_one_request
         shares = ", ".join(
@@ -135,6 +170,8 @@ class Diagnosis:
                 for requests, x in self.together.items()
             },
             "mixed": self.mixed,
+            "by_length": [vars(x) for x in self.by_length],
+            "template": self.template,
             "headline": self.headline,
         }
 
@@ -195,9 +232,12 @@ def diagnose(
         together[requests] = measure_together(
             url, target, prompts, here.texts, config, requests=requests, tokens=tokens
         )
+    by_length = OfLength.halves(prompts, there.accepted, by_name[EQUAL])
+    template = template_fault(url, target, prompts[0], config)
     return Diagnosis(
-        engine, len(prompts), shown, own, len(said) - 1, explanation, gamma, alone, together
-    )
+        engine, len(prompts), shown, own, len(said) - 1, explanation, gamma, alone, together,
+        by_length, template,
+    )  # fmt: skip
 
 
 def cause_in_engine(trained: Path | None, task: EngineTask, config: ServerConfig) -> str:

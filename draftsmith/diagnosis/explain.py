@@ -23,6 +23,8 @@ EQUAL, NONE = "equal", "none"
 ROUNDED = np.array([0.003, 0.01, 0.03, 0.06, 0.1, 0.15])
 # A hypothesis is named only if at least this share of the prompts has the counts that it says.
 LEAST_AGREEMENT = 0.8
+# A hypothesis that says the counts of so many prompts needs no second mistake.
+ALONE = 0.99
 LEAST_POSTERIOR = 0.99
 EQUAL_PRIOR, NONE_PRIOR = 0.7, 0.1
 # An engine accepts almost nothing if at most this share of the prompts has an accepted token.
@@ -90,7 +92,8 @@ def explain(
     found = np.array([*Counter(counted).values()])
     spread_alone = gammaln(kinds / 2) - gammaln(len(counted) + kinds / 2)
     spread_alone += (gammaln(found + 0.5) - gammaln(0.5)).sum()
-    scores[NONE] = float(spread_alone + np.log(NONE_PRIOR))
+    if max(agreement.values()) < ALONE:  # else counts that are all alike look like chance
+        scores[NONE] = float(spread_alone + np.log(NONE_PRIOR))
     best = max(scores, key=lambda name: scores[name])
     posterior = float(np.exp(scores[best] - logsumexp([*scores.values()])))
     weak = best == NONE or agreement[best] < LEAST_AGREEMENT or posterior < LEAST_POSTERIOR
@@ -99,7 +102,7 @@ def explain(
         if little is not None:
             return little
         best = NONE
-        posterior = float(np.exp(scores[NONE] - logsumexp([*scores.values()])))
+        posterior = float(np.exp(scores.get(NONE, -np.inf) - logsumexp([*scores.values()])))
     like = next((tuple(x[1:]) for x in groups.values() if x[0] == best), ())
     return Explanation(best, () if best == EQUAL else like, posterior, agreement, unseen)
 
