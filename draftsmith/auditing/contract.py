@@ -18,7 +18,7 @@ from decode.model.loading import Target
 from draftsmith.auditing.asking import AuditedServer
 from draftsmith.auditing.asking import asking as ask_server
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.auditing.template import TemplateQuestion, prompt_of
+from draftsmith.auditing.template_question import TemplateQuestion, prompt_of
 from draftsmith.net.events import DONE, read_events
 from train.engines.answers.protocols import AskSettings, LlamaServer, WantedAnswer, token_ids
 from train.engines.ask_servers import ServerLost

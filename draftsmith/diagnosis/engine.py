@@ -14,7 +14,7 @@ from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import AskedTexts, ask_texts
 from draftsmith.auditing.drafts import COUNTING, SETTLE_SECONDS, SLOW_SECONDS
-from draftsmith.auditing.template import TemplateQuestion, prompt_of
+from draftsmith.auditing.template_question import TemplateQuestion, prompt_of
 from train.engines.child_process import NoAnswer, ask
 from train.engines.counters import DraftCounts, parse_counters, served_models
 from train.settings.server_config import ServerConfig
