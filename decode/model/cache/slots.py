@@ -280,10 +280,12 @@ class Slots:
             slots = slots if slots.ndim == 1 else real.flat(slots[:, None].expand(-1, n, -1))[0]
             if ancestors_BNM is not None:
                 ancestors_BNM = real.flat(ancestors_BNM).transpose(0, 1)
-        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        positions_BN1, offset_BS = (base_B1 + depth_BN)[:, :, None], None
+        slots_B1S = slots[None, None] if slots.ndim == 1 else slots[:, None]
         if ancestors_BNM is None:
-            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
+            seen = slots_B1S <= positions_BN1
         else:
+            offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
             if sliding is not None and not inside_window:
                 # An ancestor is as far away as there are ancestors from it on.
                 distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
@@ -294,9 +296,8 @@ class Slots:
             visible = ancestors_BNM.gather(2, column_BNS)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
         if sliding is not None and not inside_window:
-            positions_BN1 = (base_B1 + depth_BN)[:, :, None]
-            near = sliding.sees(positions_BN1, slots.expand(len(base_B1), -1)[:, None, :])
-            if ancestors_BNM is not None:  # the slots of the tree are limited already
+            near = sliding.sees(positions_BN1, slots_B1S)
+            if offset_BS is not None:  # the slots of the tree are limited already
                 near = near | (offset_BS >= 0)[:, None, :]
             seen = seen & near
         return seen[:, None] if real is None else seen.transpose(0, 1)[None]
