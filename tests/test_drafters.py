@@ -138,6 +138,10 @@ class Recording(SmallLMDrafter):
 
     drafts = 0
 
+    def read_behind(self, tokens: list[int]) -> list[int]:
+        """What it reads behind the text for this draft."""
+        return tokens[:-1]
+
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
@@ -147,7 +151,7 @@ class Recording(SmallLMDrafter):
             if not tokens:
                 continue
             with torch.inference_mode():
-                ids = torch.tensor([text + tokens[:-1]])
+                ids = torch.tensor([text + self.read_behind(tokens)])
                 logits = self.lm.model(ids).logits[0, len(text) - 1 :, : self.tokens]
             if sampling.greedy:
                 assert tokens == logits.argmax(-1).tolist()

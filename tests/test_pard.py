@@ -11,9 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from decode.base.errors import UserError
-from decode.draft import Contexts, Draft, Limits
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel, unused_token
-from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.opening.directory import describe_drafter, open_drafter
@@ -37,7 +35,7 @@ from tests.stages import (
     with_examples,
 )
 from tests.test_distill import ALL_TERMS, batch_of
-from tests.test_drafters import drafted
+from tests.test_drafters import Recording as SmallRecording
 from tests.tiny import VOCAB, padded, tiny_llama, tiny_model, tiny_target
 
 MASK = VOCAB + 3
@@ -50,30 +48,11 @@ def masked(model: Any, mask_token: int = MASK) -> Any:
     return wider
 
 
-class Recording(ParallelLMDrafter):
-    """Checks each draft against a plain forward over the row's text and the mask tokens."""
+class Recording(ParallelLMDrafter, SmallRecording):
+    """With mask tokens behind the text."""
 
-    drafts = 0
-
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
-        for row, tokens in enumerate(drafted(draft)):
-            if not tokens:
-                continue
-            text = contexts.tokens[row, self._begin[row] : contexts.lengths[row]].tolist()
-            ids = torch.tensor([text + [MASK] * (len(tokens) - 1)])
-            with torch.inference_mode():
-                logits = self.lm.model(ids).logits[0, len(text) - 1 :, : self.tokens]
-            if sampling.greedy:
-                assert tokens == logits.argmax(-1).tolist()
-            else:
-                assert draft.q is not None
-                q = draft.q[row, : len(tokens)]
-                torch.testing.assert_close(q, sampling.probs(logits), rtol=1e-3, atol=1e-5)
-            self.drafts += 1
-        return draft
+    def read_behind(self, tokens: list[int]) -> list[int]:
+        return [MASK] * (len(tokens) - 1)
 
 
 @pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gpt2", 0.0)])

@@ -19,12 +19,14 @@ from openai.types.responses import (
 )
 from pydantic import TypeAdapter
 
+from decode.draw.sampling import Sampling
 from draftsmith.net.api_error import LONGEST_MESSAGE, ApiError
 from draftsmith.serve.openai.answers import event
+from draftsmith.serve.openai.asked import Asked
 from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS
-from draftsmith.serve.openai.reading import SHORT, longest_token
+from draftsmith.serve.openai.reading import SHORT, RequestLimits, longest_token
 from tests.service import (
     MODEL,
     QUESTION,
@@ -38,7 +40,7 @@ from tests.service import (
     target,
     words,
 )
-from tests.tiny import tiny_target
+from tests.tiny import VOCAB, tiny_target
 
 SAID = asked(QUESTION)
 ROUTES: dict[str, tuple[Contract, Any, dict[str, Any]]] = {
@@ -62,10 +64,17 @@ ROUTES: dict[str, tuple[Contract, Any, dict[str, Any]]] = {
 BESIDE = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
 
 
+LIMITS = RequestLimits(
+    [MODEL], 512, None, texts=8, learns=False, vocabulary=VOCAB, sampling=Sampling()
+)
+
+
 def error_of(contract: Contract, body: dict[str, Any]) -> dict[str, Any] | None:
     """What a request is refused with. None: it is taken."""
     try:
-        parse(contract, json.dumps(body).encode())
+        request = parse(contract, json.dumps(body).encode())
+        if isinstance(request, Asked):
+            LIMITS.sampling_of(request)
     except ApiError as error:
         answer: dict[str, Any] = error.body["error"]
         return answer
@@ -214,7 +223,8 @@ def test_histories_of_other_clients_reach_the_template() -> None:
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
         {"role": "assistant", "content": "b"},
     ]
-    assert (asked.top_k, asked.seed, asked.stops, asked.max_tokens) == (0, 5, ("x",), 4)
+    assert asked.sampling(Sampling()).top_k == 0
+    assert (asked.seed, asked.stops, asked.max_tokens) == (5, ("x",), 4)
     assert asked.template == {"add_generation_prompt": False, "continue_final_message": True}
 
 

@@ -8,10 +8,12 @@ prints the table. `docs/reference/structure.md` has the map of the folders and t
 import ast
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from types import FrameType
 from typing import Any
@@ -22,6 +24,7 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward import few_rows
 from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, rooms, tracked
+from tests.service import chat, serving, streamed, target
 from tests.stages import DRAFTER, make_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Lines
@@ -135,6 +138,33 @@ WALKS: dict[str, Callable[[], list[str]]] = {
 }
 
 
+def chat_of_six_tokens() -> tuple[int, int]:
+    """The files that one streamed chat with a served target enters, in all threads, and how often a
+    call of the product's is followed by one in another file. It is the third chat of its server."""
+    known = {str(ROOT / file): file for file in tracked(*PACKAGES)}
+    entered: dict[int, list[str]] = {}
+    counting = False
+
+    def event(frame: FrameType, kind: str, argument: object) -> None:
+        file = known.get(frame.f_code.co_filename) if counting and kind == "call" else None
+        if file is not None:
+            entered.setdefault(threading.get_ident(), []).append(file)
+
+    threading.setprofile(event)  # of the threads that start from here on
+    try:
+        with serving(target()) as running, running.client() as client:
+            for number in range(3):
+                counting = number == 2
+                asked = chat("What does it say?", max_tokens=6, ignore_eos=True, temperature=0)
+                streamed(client, asked)
+            counting = False
+    finally:
+        threading.setprofile(None)
+    threads = entered.values()
+    changes = sum(one != other for files in threads for one, other in pairwise(files))
+    return len(set().union(*threads)), changes
+
+
 def purpose(file: str) -> str:
     """What a file is for: the first sentence of its docstring, or the docstring's first paragraph
     if that has no end of a sentence."""
@@ -195,11 +225,15 @@ def figures() -> list[list[str]]:
         [f"arrows up between rooms of {package}/", str(arrows_up(package)), up[package]]
         for package in PACKAGES
     ]
+    files, changes = chat_of_six_tokens()
     return [
         ["lines of the product", f"{count_lines(tracked(*PACKAGES)):,}", "≤ 69,000"],
         *product,
         ["lines of tests/", f"{count_lines(tracked('tests')):,}", "≤ 44,000"],
+        ["lines of benchmarks/", f"{count_lines(tracked('benchmarks')):,}", "≤ 6,500"],
         *opened,
+        ["files of a chat of six tokens", str(files), "≤ 35"],
+        ["changes of file in it", f"about {round(changes, -1):,}", "≤ 500"],
         ["rooms of train/", str(len(rooms("train"))), "≤ 10"],
         *arrows,
         ["imports from an inner package to an outer one", str(len(outward_imports())), "1"],

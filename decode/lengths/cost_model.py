@@ -54,7 +54,7 @@ class CostModel(Policy):
         self,
         max_depth: int = 8,
         memory: float = 0.97,
-        probe_share: float = 0.03,
+        probe_share: float = 0.015,
         patience: int = 24,
     ) -> None:
         super().__init__(max_depth)

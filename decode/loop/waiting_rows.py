@@ -156,7 +156,7 @@ def _prompts(contexts: Contexts) -> list[tuple[int, ...]]:
 def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
     """How many tokens to read next for each of the rows that wait, in their order, of `left`
     tokens each. Half of `tokens` is for the first row, so that it does not wait for ever. The rest
-    goes to the shortest ones.
+    goes to the shortest ones. Rows with nothing left are among them, with 0.
 
     >>> shares({0: 900, 1: 30, 2: 700}, 500)
     {0: 250, 1: 30, 2: 220}
@@ -170,7 +170,7 @@ def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
         given[row] = min(left[row], free)
         free -= given[row]
     given[first] = min(left[first], given[first] + free)
-    return {row: given[row] for row in left if given[row]}
+    return {row: given[row] for row in left if given[row] or not left[row]}
 
 
 class WaitingRows:

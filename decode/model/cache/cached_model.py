@@ -296,13 +296,13 @@ class CachedLM(CachedRows):
     ) -> Listed:
         """One pass over these tokens, and parts of texts behind them in the list."""
         rows, n = ids_BN.shape
-        own = RealTokens(counts, n, self.device)
+        every = [Part(slice(0, rows), ids_BN, start, counts, lambda *_: None), *parts]
+        lists = [RealTokens(part.counts, part.ids.shape[1], self.device) for part in every]
         # One column more than any row has, so the pass is a list.
-        width = max(n, *(part.ids.shape[1] for part in parts)) + 1
-        ids = ids_BN.new_zeros(parts[-1].rows.stop, width)
+        width = max(part.ids.shape[1] for part in every) + 1
+        ids = ids_BN.new_zeros(every[-1].rows.stop, width)
         starts, fed = np.zeros((2, len(ids)), dtype=np.int64)
-        ids[:rows, :n], starts[:rows], fed[:rows] = ids_BN, start, counts
-        for part in parts:
+        for part in every:
             ids[part.rows, : part.ids.shape[1]] = part.ids
             starts[part.rows], fed[part.rows] = part.start, part.counts
         depth = ancestors = None
@@ -310,24 +310,21 @@ class CachedLM(CachedRows):
             ancestors = ancestors_BNN.new_ones(len(ids), width, width).tril()
             ancestors[:rows, :n, :n] = ancestors_BNN
             depth = ancestors.sum(2) - 1
-        ends = fed.cumsum()
-        # The last token of each part of a text has logits, and all of those before them.
-        last = [ends[part.rows] - 1 for part in parts]
-        places = to_device(np.concatenate([np.arange(len(own)), *last]), self.device)
-        logits, _ = self._feed(ids, starts, None, fed, depth, ancestors, places=places)
-        features = self.features
-
-        def of(real: RealTokens, begin: int) -> Mapping[int, Tensor]:
-            end = begin + len(real)
-            return {layer: real.padded(x[:, begin:end]) for layer, x in features.items()}
-
-        self.features, begin, done = of(own, 0), len(own), len(own)
-        for part in parts:
-            real = RealTokens(part.counts, part.ids.shape[1], self.device)
-            end = done + len(part.counts)
-            part.take(logits[0, done:end, None], of(real, begin))
-            begin, done = begin + len(real), end
-        return Listed(logits[:, : len(own)], own)
+        # Of each part of a text, the last token has logits.
+        ends, own = fed.cumsum(), len(lists[0])
+        places = np.concatenate([np.arange(own), *(ends[part.rows] - 1 for part in parts)])
+        at = to_device(places, self.device)
+        logits, _ = self._feed(ids, starts, None, fed, depth, ancestors, places=at)
+        mine, *others = logits.split([own, *(len(part.counts) for part in parts)], 1)
+        sizes = [len(some) for some in lists]
+        states = {layer: x.split(sizes, 1) for layer, x in self.features.items()}
+        self.features, *theirs = (
+            {layer: some.padded(x[number]) for layer, x in states.items()}
+            for number, some in enumerate(lists)
+        )
+        for part, x, features in zip(parts, others, theirs, strict=True):
+            part.take(x.transpose(0, 1), features)
+        return Listed(mine, lists[0])
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray, first: int = 0) -> Tensor:
         """Feed long texts, of the B rows from `first` on, and return the logits after each row's

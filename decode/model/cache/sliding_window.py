@@ -36,7 +36,7 @@ class SlidingWindow:
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
         """bool: whether tokens at the positions `queries` may see tokens at the positions `keys`,
         int64, broadcast together. Which tokens come later is another matter."""
-        near = queries - keys < self.size
+        near = keys > queries - self.size  # no numbers of every pair
         return near | (keys < self.sinks) if self.sinks else near
 
     def later(self, count: int) -> "SlidingWindow":

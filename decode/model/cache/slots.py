@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.base.device import to_device
@@ -280,24 +281,25 @@ class Slots:
             slots = slots if slots.ndim == 1 else real.flat(slots[:, None].expand(-1, n, -1))[0]
             if ancestors_BNM is not None:
                 ancestors_BNM = real.flat(ancestors_BNM).transpose(0, 1)
-        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        positions_BN1, past_B1S = (base_B1 + depth_BN)[:, :, None], None
+        slots_B1S = slots[None, None] if slots.ndim == 1 else slots[:, None]
         if ancestors_BNM is None:
-            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
+            seen = slots_B1S <= positions_BN1
         else:
             if sliding is not None and not inside_window:
                 # An ancestor is as far away as there are ancestors from it on.
                 distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
                 ancestors_BNM = ancestors_BNM & (distance <= sliding.size)
+            # The slots of the tree follow those of the past, as far as there are some.
             _, fed, nodes = ancestors_BNM.shape
-            inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
-            column_BNS = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, fed, -1)
-            visible = ancestors_BNM.gather(2, column_BNS)
-            seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
+            past_B1S = slots_B1S < base_B1[:, :, None]
+            columns = past_B1S.sum(2, keepdim=True) + torch.arange(nodes, device=self.device)
+            seen = pad(past_B1S, (0, nodes)).repeat(1, fed, 1)
+            seen = seen.scatter_(2, columns.expand(-1, fed, -1), ancestors_BNM)[:, :, :-nodes]
         if sliding is not None and not inside_window:
-            positions_BN1 = (base_B1 + depth_BN)[:, :, None]
-            near = sliding.sees(positions_BN1, slots.expand(len(base_B1), -1)[:, None, :])
-            if ancestors_BNM is not None:  # the slots of the tree are limited already
-                near = near | (offset_BS >= 0)[:, None, :]
+            near = sliding.sees(positions_BN1, slots_B1S)
+            if past_B1S is not None:  # the slots of the tree are limited already
+                near = near | ~past_B1S
             seen = seen & near
         return seen[:, None] if real is None else seen.transpose(0, 1)[None]
 

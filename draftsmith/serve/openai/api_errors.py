@@ -9,9 +9,9 @@ from draftsmith.net.api_error import ApiError, cut
 LONGEST_SHOWN = 60  # characters of a value or a name of the client
 
 
-def refused(error: UserError, param: str | None = None) -> ApiError:
+def refused(error: UserError, param: str | None = None, code: str | None = None) -> ApiError:
     """A request that the decode refuses."""
-    return ApiError(400, str(error), param=param)
+    return ApiError(400, str(error), param=param, code=code)
 
 
 def unfit(param: str, value: Any, expected: str) -> ApiError:

@@ -9,14 +9,11 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
-    ValidationInfo,
     WithJsonSchema,
     create_model,
-    field_validator,
     model_validator,
 )
 
-from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.text import Prompt
 from draftsmith.serve.openai.api_errors import ApiError, shown
@@ -147,15 +144,6 @@ class Asked(Drawn):
         OurOptions(), description="what this service alone can do"
     )
 
-    @field_validator(*_DRAWN)
-    @classmethod
-    def _can_be_drawn(cls, value: Any, info: ValidationInfo) -> Any:
-        name = str(info.field_name)
-        try:
-            return getattr(Sampling(**{name: value}), name)
-        except UserError as error:
-            raise ValueError(str(error)) from None
-
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "Asked":
         if self.stream_options is not None and not self.stream:
@@ -220,7 +208,7 @@ class Asked(Drawn):
         return next(given, (self.limits[0], self.default_limit))
 
     def sampling(self, default: Sampling) -> Sampling:
-        """How text is drawn. default: for what the request does not say."""
+        """How text is drawn. default: for what the request does not say. Raises UserError."""
         said = {name: getattr(self, name) for name in _DRAWN}
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 

@@ -58,12 +58,13 @@ class RequestLimits:
             raise ApiError(400, message, param=asked.asks if asked.texts == 1 else "n")
 
     def sampling_of(self, asked: Asked) -> Sampling:
-        """How the texts of a request are drawn. Raises ApiError for ids outside the vocabulary."""
-        sampling = asked.sampling(self.sampling)
+        """How the texts of a request are drawn. Raises ApiError for a value out of its range."""
         try:
+            sampling = asked.sampling(self.sampling)
             sampling.require_vocabulary(self.vocabulary)
         except UserError as error:
-            raise refused(error, str(error).partition(" ")[0]) from None
+            # The first word is the field.
+            raise refused(error, str(error).partition(" ")[0], "invalid_value") from None
         return sampling
 
     def new_tokens(self, asked: Asked, longest: int) -> int:
