@@ -39,14 +39,14 @@ class Clock:
 
     def charge(self, lm: Any, first: float, further: float) -> None:
         """Each pass takes `first` seconds for one token per row and `further` for each more."""
-        forward = lm.forward
+        feed = lm._feed
 
         def timed(ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self.now += first + further * (ids.numel() - 1)
-            found: torch.Tensor = forward(ids, *args, **kwargs)
+            found: torch.Tensor = feed(ids, *args, **kwargs)
             return found
 
-        lm.forward = timed
+        lm._feed = timed
 
 
 def timed_decoder(clock: Clock, c: float, slope: float, **options: Any) -> Decoder:
@@ -185,14 +185,14 @@ def test_what_varies_is_noise_and_the_quickest_passes_decide(
     decoder = Decoder(model("llama"), DRAFTERS["ngram"](2, 3))
     clock.charge(decoder.lm, 1.0, 0.1)
     random = np.random.default_rng(0)
-    forward = decoder.lm.forward
+    feed = decoder.lm._feed
 
     def disturbed(*args: Any, **kwargs: Any) -> torch.Tensor:
         clock.now += random.exponential(0.1)
-        found: torch.Tensor = forward(*args, **kwargs)
+        found: torch.Tensor = feed(*args, **kwargs)
         return found
 
-    decoder.lm.forward = disturbed  # type: ignore[method-assign]
+    decoder.lm._feed = disturbed  # type: ignore[method-assign]
     costs = measure_costs(decoder, [PROMPT], max_depth=2, max_width=9, repeats=12)
     assert 0.001 < costs.noise < 0.05
     assert costs.v == pytest.approx([1, 1.1, 1.2, 1.4, 1.8], rel=0.05)
@@ -210,13 +210,13 @@ def test_the_drafters_pass_over_the_prompt_is_no_draft_step(
     clock = Clock(monkeypatch)
     target = tiny_target()
     drafter = SmallLMDrafter(model("llama", seed=7, layers=1))
-    forward = CachedLM.forward
+    feed = CachedLM._feed
 
     def timed(lm: CachedLM, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         clock.now += (0.1 if lm.model is drafter.lm.model else 1.0) * (1 + 0.1 * (ids.numel() - 1))
-        return forward(lm, ids, *args, **kwargs)
+        return feed(lm, ids, *args, **kwargs)
 
-    monkeypatch.setattr(CachedLM, "forward", timed)
+    monkeypatch.setattr(CachedLM, "_feed", timed)
     protocol = EvaluationProtocol(
         gamma=2, max_new_tokens=6, timed_prompts=2, timed_tokens=6, generate=False
     )
@@ -269,15 +269,15 @@ def test_a_machine_that_slows_down_slows_both_down(monkeypatch: pytest.MonkeyPat
     """One prompt, and half way through its time something else begins: both decode half of their
     text before it and half after it."""
     clock = Clock(monkeypatch)
-    forward = CachedLM.forward
+    feed = CachedLM._feed
 
     def timed(lm: CachedLM, *args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal passes
         passes += 1
         clock.now += 1.0 if passes < 80 else 3.0
-        return forward(lm, *args, **kwargs)
+        return feed(lm, *args, **kwargs)
 
-    monkeypatch.setattr(CachedLM, "forward", timed)
+    monkeypatch.setattr(CachedLM, "_feed", timed)
     protocol = EvaluationProtocol(
         max_new_tokens=4, timed_prompts=1, timed_tokens=64, generate=False
     )
