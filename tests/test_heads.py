@@ -299,9 +299,9 @@ def test_the_first_token_of_a_block_is_the_targets_own(monkeypatch: pytest.Monke
     pass judges a block and yields the next (1811.03115, section 4)."""
     # The first decode of a target has passes that try it.
     plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
-    passes, one_pass = [], CachedLM.forward
+    passes, one_pass = [], CachedLM._feed
     monkeypatch.setattr(
-        CachedLM, "forward", lambda *args, **more: passes.append(1) or one_pass(*args, **more)
+        CachedLM, "_feed", lambda *args, **more: passes.append(1) or one_pass(*args, **more)
     )
     options = HeadOptions.of(BLOCKWISE)
     heads = new_heads(options, target(), None)

@@ -478,9 +478,9 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     decoding = Decoding(which, PROMPTS[:1], NEW, seed=3)
     each = slot_bytes(longer_model(0.0))
     monkeypatch.setattr("decode.model.memory.free_bytes", lambda device: 30 * each)
-    forward = functools.partial(pytest.fail, "it was read")
+    feed = functools.partial(pytest.fail, "it was read")
     with monkeypatch.context() as patch:
-        patch.setattr(which.lm, "forward", forward)
+        patch.setattr(which.lm, "_feed", feed)
         with pytest.raises(
             UserError, match=rf"for 2 rows of .*\({each:,} bytes per token, and .*fewer"
         ):
@@ -494,7 +494,7 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
         enough = (slots + 1) * each + pass_bytes(drafted.lm.model, slots, slots)
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=enough: free)
         which.decode(PROMPTS[:1], NEW)
-        monkeypatch.setattr(drafted.lm, "forward", forward)
+        monkeypatch.setattr(drafted.lm, "_feed", feed)
         with pytest.raises(UserError, match="LlamaForCausalLM and its drafter for 1 rows"):
             drafted.decode(PROMPTS[:1], NEW)
 
