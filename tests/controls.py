@@ -1,12 +1,6 @@
-"""The negative controls of losslessness: errors that the tests must find, and how surely they do.
+"""The negative controls of losslessness: errors that the tests must find. How surely they do is
+printed by `python -m tools.controls`."""
 
-`python -m tests.controls` prints each with the statistic that finds it, the total variation of the
-texts and the exact law, which chance alone keeps above 0, and the share of seeds in which it is
-found; `--seeds` says how many. Drafters that learn have `LEARNING_SEEDS`. Then it prints the errors
-whose outcomes are enumerated, not drawn, with their exact total variation. A few minutes in all.
-"""
-
-import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -59,8 +53,6 @@ from tests.mutants import (
     processors_see_the_row,
 )
 from tests.other_tokenizers import shared_small_lm
-
-SEEDS, LEARNING_SEEDS = 20, 5
 
 Making = Callable[[], Any]
 
@@ -346,38 +338,3 @@ def enumerated() -> dict[str, Callable[[str], float]]:
         ),
         **dict.fromkeys(test_cascade.LENIENT_INSIDE, test_cascade.variation_of_lenient),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    seeds: int = parser.parse_args().seeds
-    print("error", "statistic without it", "with it", "limit", end=" | ", sep=" | ")
-    print("total variation without it", "with it", "seeds that find it", sep=" | ")
-    for control in CONTROLS:
-        _print(control, seeds)
-    for learning in learning_controls():
-        _print(learning, min(seeds, LEARNING_SEEDS))
-    print("error, enumerated", "total variation", sep=" | ")
-    for name, total_variation in enumerated().items():
-        print(name, f"{total_variation(name):.4f}", sep=" | ", flush=True)
-
-
-def _print(control: Control | LearningControl, seeds: int) -> None:
-    sound = control.find(control.sound, 0)  # type: ignore[arg-type]
-    found = [control.find(control.faulty, seed) for seed in range(seeds)]  # type: ignore[arg-type]
-    print(
-        control.name,
-        f"{control.statistic} {sound.statistic:.4g}",
-        f"{np.median([each.statistic for each in found]):.4g}",
-        f"{sound.limit:.4g}",
-        f"{sound.total_variation:.4f}",
-        f"{np.median([each.total_variation for each in found]):.4f}",
-        f"{sum(each.rejected for each in found)} of {len(found)}",
-        sep=" | ",
-        flush=True,
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Promises 21 and 22: sampled text has exactly the target's distribution, and these tests can tell.
 
 The rules alone are enumerated in `test_rules`. Here the whole loop is sampled with rules that
-`test_drafter_contract` does not pair, and `python -m tests.controls` prints how surely errors are
+`test_drafter_contract` does not pair, and `python -m tools.controls` prints how surely errors are
 found.
 """
 

@@ -1,8 +1,7 @@
 """The negative controls of losslessness (`tests.controls`) behind HTTP.
 
-`draftsmith audit` must find them by enumeration, and the same decode without the error must pass.
-
-`tests.audit_controls` prints them with the others.
+`draftsmith audit` must find them by enumeration, and the same decode without the error must pass:
+`python -m tools.audit_controls` prints them with the others.
 """
 
 from dataclasses import dataclass, replace
