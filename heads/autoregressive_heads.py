@@ -19,7 +19,7 @@ from distill.flops import TextFlops, attention_flops, products_flops
 from heads.attending_heads import AttendingHeads
 from heads.heads_module import HeadBatch, Prediction, TokenHeads, shift_left, trained_positions
 from heads.layers.layer_config import layer_config
-from heads.layers.llama_layer import Attend, Rotary
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary
 from heads.layers.unrolled_attention import UnrolledAttention
 
 
@@ -33,11 +33,19 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
     replayed_from = "text"
 
     @abstractmethod
-    def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read: Tensor | None = None,
+    ) -> Tensor:
         """Return the next states [B, n, H].
 
         states: [B, n, H]. tokens: int64 [B, n], the tokens that follow. positions: int64 [B, n] or
-        [1, n], the positions of `states`.
+        [1, n], the positions of `states`. read: int64 [m], places of the flattened tokens, whose
+        next states alone are returned, [m, H]. None: those of all.
         """
 
     def trained_step(
@@ -54,13 +62,18 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         states = self.inputs_of(batch)
         attention = UnrolledAttention(self.window)
         positions = torch.arange(states.shape[1], device=states.device)[None]
-        for depth in range(1, max(depths) + 1):
+        last = max(depths)
+        for depth in range(1, last + 1):
             tokens = shift_left(batch.input_ids, depth)
+            prediction = Prediction(depth, trained_positions(batch.loss_mask, depth), states)
             step, attend = self.trained_step(depth, attention)
-            states = self.recomputed(step, states, tokens, positions + depth - 1, attend)
+            # No later step reads the last one's states, so a prompt needs only keys and values.
+            read = prediction.places if depth == last else None
+            states = self.recomputed(step, states, tokens, positions + depth - 1, attend, read)
             if depth in depths:
-                trained = trained_positions(batch.loss_mask, depth)
-                yield Prediction(depth, trained, self.readout(states[trained]))
+                own = prediction.of(states) if read is None else states
+                prediction.states = self.readout(own)
+                yield prediction
 
 
 class EagleHeads(AutoregressiveHeads):
@@ -85,22 +98,34 @@ class EagleHeads(AutoregressiveHeads):
         embedded: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attend: Attend,
+        read: Tensor | None = None,
     ) -> Tensor:
-        """Return the next states [B, n, H].
+        """Return the next states, as `step` does.
 
         states: [B, n, H]. embedded: [B, n, H], the embeddings of the next tokens.
         position_embeddings: cos and sin of the positions.
         """
 
-    def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def step(
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read: Tensor | None = None,
+    ) -> Tensor:
         dtype = self.dtype
         states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
-        return self.advance(states, embedded, self._rotary(positions, states), attend)
+        return self.advance(states, embedded, self._rotary(positions, states), attend, read)
 
     def body_flops(self) -> TextFlops:
-        """Each of the `parts` steps goes through all weights but those of `computed_once`."""
+        """Each of the `parts` steps goes through all weights but those of `computed_once`, the last
+        one after its attention only where a token is predicted."""
         parts = {name: part for name, part in self.named_children() if name != "output"}
         once = parts.pop(self.computed_once, nn.Identity())
-        per_token = products_flops(once) + self.parts * products_flops(*parts.values())
+        (layer,) = (part for part in self.modules() if isinstance(part, DraftLayer))
+        predicting = products_flops(layer.self_attn.o_proj, layer.mlp)
+        per_token = products_flops(once) + self.parts * products_flops(*parts.values()) - predicting
         width = self.parts * self.config.num_attention_heads * self.config.head_dim
-        return TextFlops(per_token) + attention_flops(width, trained=True)
+        products = TextFlops(per_token, per_prediction=predicting)
+        return products + attention_flops(width, trained=True)

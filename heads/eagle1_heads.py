@@ -62,10 +62,11 @@ class Eagle1Heads(EagleHeads):
         embedded: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attend: Attend,
+        read: Tensor | None = None,
     ) -> Tensor:
         mixed = self.fc(torch.cat([embedded, states], -1))
         (layer,) = self.layers
-        next_states: Tensor = layer(mixed, mixed, position_embeddings, attend)
+        next_states: Tensor = layer(mixed, mixed, position_embeddings, attend, read)
         return next_states
 
     def inputs_of(self, batch: HeadBatch) -> Tensor:
@@ -87,7 +88,7 @@ class Eagle1Heads(EagleHeads):
             if self.options.regression:
                 states = prediction.states.to(at_least_float32(prediction.states.dtype))
                 features = shift_left(batch.features[FINAL], prediction.depth)
-                features = features[prediction.positions].to(states.dtype)
+                features = prediction.of(features).to(states.dtype)
                 losses = smooth_l1_loss(states, features, reduction="none")
                 prediction.extra_loss = self.options.regression * losses.mean(-1)
             yield prediction

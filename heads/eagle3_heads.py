@@ -89,12 +89,13 @@ class Eagle3Heads(EagleHeads):
         embedded: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attend: Attend,
+        read: Tensor | None = None,
     ) -> Tensor:
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)
         residual = normed if self.options.norm_before_residual else states
-        next_states: Tensor = layer(residual, inputs, position_embeddings, attend)
+        next_states: Tensor = layer(residual, inputs, position_embeddings, attend, read)
         return self.norm(next_states) if self.options.norm_output else next_states
 
     def readout(self, states: Tensor) -> Tensor:

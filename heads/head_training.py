@@ -130,7 +130,7 @@ class HeadTraining(nn.Module):
             dynamic = place_weights(shares, self.smoothing)
         for prediction in predictions:
             depth, positions = prediction.depth, prediction.positions
-            weights = dynamic[depth][positions] if dynamic else None
+            weights = prediction.of(dynamic[depth]) if dynamic else None
             scale = 1.0 if dynamic else losses[depth]
             extra, head_sums, guessed = self._head(prediction, batch, weights, loss, scale)
             if extra is not None:
@@ -140,7 +140,7 @@ class HeadTraining(nn.Module):
             if depth == 1:
                 drafts = positions.sum()
             right[depth] = torch.zeros_like(positions)
-            right[depth][positions] = guessed
+            right[depth].view(-1)[prediction.places] = guessed
         if len(right) == self.heads.depth and self.heads.trains_all:
             in_a_row = torch.stack([right[d] for d in sorted(right)]).long().cumprod(0).sum()
             sums[-2:] = torch.stack([drafts, in_a_row])
@@ -166,7 +166,7 @@ class HeadTraining(nn.Module):
             values = torch.zeros(shape, device=labels.device)
         term_sums = losses.add(
             *self.heads.output.last_product(prediction.depth, prediction.states),
-            self._teacher(batch, prediction.depth, prediction.positions),
+            self._teacher(batch, prediction),
             labels,
             scale=scale,
             ranks=ranks,
@@ -207,7 +207,7 @@ class HeadTraining(nn.Module):
             return 1 - values[:, list(self.weighted_loss.names).index("total_variation")]
         read, own, own_bias = self.heads.output.last_product(prediction.depth, prediction.states)
         weight, bias = self._all_tokens
-        states = shift_left(batch.features[FINAL], prediction.depth)[prediction.positions]
+        states = prediction.of(shift_left(batch.features[FINAL], prediction.depth))
         states = states.to(weight.dtype)
         accepted = states.new_zeros(len(states), dtype=torch.float32)
         for begin in range(0, len(states), self.chunk):
@@ -222,7 +222,7 @@ class HeadTraining(nn.Module):
 
     def _labels(self, prediction: Prediction, input_ids: Tensor) -> Tensor:
         """int64 [n]: the output rows of the tokens that a head predicts; −100 for none."""
-        labels = shift_left(input_ids, prediction.depth + 1)[prediction.positions]
+        labels = prediction.of(shift_left(input_ids, prediction.depth + 1))
         rows = self.label_rows
         return rows[labels] if isinstance(rows, Tensor) else labels
 
@@ -236,13 +236,13 @@ class HeadTraining(nn.Module):
             added=prediction.added,
         )
         placed = shares.new_full(prediction.positions.shape, float("nan"))
-        placed[prediction.positions] = shares
+        placed.view(-1)[prediction.places] = shares
         return placed
 
-    def _teacher(self, batch: HeadBatch, depth: int, positions: Tensor) -> Teacher | None:
+    def _teacher(self, batch: HeadBatch, prediction: Prediction) -> Teacher | None:
         if not self.weighted_loss.needs_teacher:
             return None
-        states = shift_left(batch.features[FINAL], depth)[positions]
+        states = prediction.of(shift_left(batch.features[FINAL], prediction.depth))
         weight, bias = self._teacher_layer
         states = states.to(weight.dtype)
 

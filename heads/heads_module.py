@@ -13,6 +13,7 @@ Shapes: B rows, T tokens, H hidden size, D heads (the depth), V vocabulary, V' �
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -73,6 +74,16 @@ class Prediction:
     extra_loss: Tensor | None = None
     added: tuple[Tensor, Tensor] | None = None
     confidence: Tensor | None = None
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int64 [n]: `positions` as places of the flattened text. A host waits for a GPU to know
+        their number; masks in the place of these would make it wait for each selection."""
+        return self.positions.flatten().nonzero()[:, 0]
+
+    def of(self, x: Tensor) -> Tensor:
+        """[n, …]: x [B, T, …] at the positions."""
+        return x.flatten(0, 1)[self.places]
 
 
 class Heads(nn.Module, ABC):

@@ -119,7 +119,7 @@ class LayerPasses:
         number, count = self._done, self.columns.shape[1]
         tokens = self.tokens[:, number : number + count]
         self.states = self.heads.step(
-            self.states, tokens, self.columns + number, self._attends[number], number
+            self.states, tokens, self.columns + number, self._attends[number], number=number
         )
         self._done += 1
 

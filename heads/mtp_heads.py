@@ -88,17 +88,24 @@ class MtpHeads(AutoregressiveHeads):
         return TextFlops(per_token) + attention_flops(width, trained=True)
 
     def step(
-        self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend, number: int = 0
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        read: Tensor | None = None,
+        number: int = 0,
     ) -> Tensor:
         """The next states [B, n, H], of a layer.
 
         states: [B, n, H]. tokens: int64 [B, n], the tokens whose embeddings are read. positions:
-        int64 [B, n] or [1, n], one less than those of these tokens.
+        int64 [B, n] or [1, n], one less than those of these tokens. read: as in every step.
         """
         states, embedded = states.to(self.dtype), self.embeddings(tokens).to(self.dtype)
         at = positions + 1
         turns = self._rotary.in_layer(number, at, states)
-        return run_layer(self.layers[number], embedded, states, at, turns, attend)
+        next_states = run_layer(self.layers[number], embedded, states, at, turns, attend)
+        return next_states if read is None else next_states.flatten(0, 1)[read]
 
     def trained_step(
         self, depth: int, attention: UnrolledAttention

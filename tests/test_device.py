@@ -1,11 +1,12 @@
 """On a GPU, a step of the decode loop waits for the device as rarely as it can: counted on a
 simulated device, where it must give the same text as on the CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from decode.base.device import Clock
 from decode.drafters import DRAFTERS, Drafter
@@ -21,6 +22,8 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
+from distill.losses import WeightedLoss
+from heads.head_training import HeadTraining
 from heads.kinds import HEADS
 from heads.options import HeadOptions
 from tests.contract import HEAD_OPTIONS, RoutedByFirst
@@ -365,3 +368,39 @@ def test_times_are_taken_on_the_device_that_computes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"that of {device}")
     Clock(torch.device("cuda:1"), None).mark("draft")
     assert recorded == ["that of cuda:1"] * 2
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "depths"), [("eagle1", 1), ("eagle3", 3), ("mtp", 3)])
+def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> None:
+    """For the number of tokens that are predicted there, whatever is selected by it. The loss is
+    that of the CPU."""
+    torch.manual_seed(0)
+    ids, answered = torch.arange(24).view(2, 12), torch.arange(12).expand(2, 12) > 3
+    states = torch.randn(2, 12, tiny_model("llama", layers=LAYERS).config.hidden_size)
+
+    def steps(move: Callable[[Any], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        target = move(tiny_model("llama", layers=LAYERS))
+        drafter: Any = headed(kind)(target, move)
+        losses = WeightedLoss({"forward_kl": 1.0, "cross_entropy": 0.1})
+        training = HeadTraining(drafter.heads.train(), losses, target)
+        device = next(target.parameters()).device
+        features = {layer: states.to(device) for layer in training.captured_layers}
+        while True:
+            torch.manual_seed(1)
+            weights = training.heads.loss_weights(0.0)
+            yield training(ids.to(device), answered.to(device), features, weights)
+
+    expected, _ = next(steps(lambda module: module))
+    with simulated_device() as device:
+        on_device = steps(device.move)
+        next(on_device)  # uploads the frequencies of rotary positions
+        before = len(device.waits)
+        loss: Any = next(on_device)[0]
+        waits = device.waits[before:]
+    assert loss.held == pytest.approx(expected.item())
+    moved = [wait for wait in waits if wait.kind == "upload"]
+    assert len(moved) == 2, moved  # ids and mask, which a trainer copies from pinned memory
+    assert [w.operation for w in waits if w not in moved] == ["nonzero"] * depths

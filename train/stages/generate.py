@@ -180,7 +180,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 turns = Turns.of(answerable)
                 answerable = self.corpus.askable(turns, f"turns of {config.split}")
             examples = select(answerable, spread(range(len(answerable)), config.prompts))
-        return Jobs(examples, range(config.samples * len(examples)))
+        return Jobs(examples, config.samples, range(config.samples * len(examples)))
 
     def _write_prompts(self) -> None:
         """Let the target write prompts, unless they exist or are not wanted."""
@@ -269,7 +269,7 @@ class GenerateStage(Stage[GenerateConfig]):
         for first in range(0, len(jobs), size):
             part = jobs[first : first + size]
             named = {
-                row: f"{keys[row % len(keys)]}-{row // len(keys)}"
+                row: f"{keys[row // jobs.samples]}-{row % jobs.samples}"
                 for row in range(first, first + len(part))
             }
             meta = part_meta(
@@ -313,8 +313,8 @@ class GenerateStage(Stage[GenerateConfig]):
             for row, (e, _) in jobs
             if row not in answers
         ]
-        # Prompts of similar length come together: less padding.
-        missing.sort(key=lambda item: len(item[1]))
+        # Prompts of similar length come together: less padding. Equal ones are read once.
+        missing.sort(key=lambda item: (len(item[1]), item[1]))
         row_ids = [row for row, *_ in missing]
         first = min(part.keys) + len(answers)
         prompts, held = [prompt for _, prompt, _ in missing], [grammar for *_, grammar in missing]

@@ -25,21 +25,22 @@ Job = tuple[Example, int]  # a prompt, and the number of its answer
 
 
 class Jobs(Sequence[Job]):
-    """All prompts with the number 0, then all with the number 1, and so on. Prompts are read when
-    they are asked for."""
+    """All answers to the first prompt, then all to the second, and so on: answers to one prompt,
+    made together, read it once. Prompts are read when they are asked for.
 
-    def __init__(self, examples: Sequence[Example], numbers: range) -> None:
-        """numbers: the numbers of the jobs, counted over all answers."""
-        self.examples, self._numbers = examples, numbers
+    samples: answers to each prompt. numbers: those of the jobs, counted over all answers.
+    """
+
+    def __init__(self, examples: Sequence[Example], samples: int, numbers: range) -> None:
+        self.examples, self.samples, self._numbers = examples, samples, numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Job]:
-        prompts = len(self.examples)
-        rows = np.asarray(self._numbers) % prompts
+        rows = np.asarray(self._numbers) // self.samples
         for number, example in zip(self._numbers, select(self.examples, rows), strict=True):
-            yield example, number // prompts
+            yield example, number % self.samples
 
     @overload
     def __getitem__(self, index: int) -> Job: ...
@@ -49,8 +50,8 @@ class Jobs(Sequence[Job]):
 
     def __getitem__(self, index: int | slice) -> "Job | Jobs":
         if isinstance(index, slice):
-            return Jobs(self.examples, self._numbers[index])
-        sample, row = divmod(self._numbers[index], len(self.examples))
+            return Jobs(self.examples, self.samples, self._numbers[index])
+        row, sample = divmod(self._numbers[index], self.samples)
         return self.examples[row], sample
 
 
