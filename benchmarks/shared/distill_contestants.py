@@ -1,14 +1,15 @@
 """The contestants of `benchmarks.distill`, with ours; TRL's are in `benchmarks.shared.distill_trl`.
 
 All train the same student on the same texts in the same number of optimizer steps, with the same
-loss, the forward KL(teacher‖student) per predicted token, AdamW and gradient clipping.
+loss, the forward KL(teacher‖student) per predicted token, AdamW and gradient clipping. B: rows of a
+batch. T: tokens of its longest text. n: its predicted tokens. V: the vocabulary.
 """
 
 import copy
 import gc
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import PROMPTS, start_process
 from benchmarks.shared.distill_settings import Meter, Settings
 from benchmarks.shared.process_memory import forget_peak, resident_memory
-from decode.model.loading import Target
+from decode.model.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
-from train.base.console import Bar, Reporter
-from train.data.batches import Inputs, bucket_batches
+from distill.teacher.teacher_signal import Teacher, TeacherLogits
+from train.base.console import Bar, Reporter, quieten
+from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.training_text import FixedText
 from train.loop.trainer import Trainer
-from train.loop.training_task import TrainingTask
+from train.loop.training_task import Step, TrainingTask
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.training import LoopConfig
 
@@ -41,11 +44,22 @@ from train.settings.training import LoopConfig
 ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_LIMITS = 90, 0.8, (8, 512)
 # About the average length of the texts of mixed lengths, including the prompt.
 EQUAL_LENGTH = 160
-NAMES = {
+MANY_TEXTS = 10_000
+# (contestant, target, trained module, texts, settings, meter)
+Training = Callable[[str, Target, Any, Sequence[Sample], Settings, Meter], None]
+
+OURS = {
     "ours": "ours",
+    "ours_eager": "ours, all logits at once",
+    "ours_random": "ours, random order",
+    "ours_eager_random": "ours, all logits at once, random order",
+}
+TRL = {
     "trl": "TRL GKDTrainer",
+    "trl_grouped": "TRL GKDTrainer, group_by_length",
     "trl_chunked": "TRL DistillationTrainer on given texts",
 }
+NAMES = OURS | TRL
 
 
 def make_texts(tokenizer: Any, count: int, settings: Settings, first: int = 0) -> list[Sample]:
@@ -86,19 +100,29 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     start_process()
     options = Settings(**settings)
     train = train_ours
-    if contestant != "ours":
+    if contestant in TRL:
         # Import before reading memory: the size of a library is not part of its training memory.
         from benchmarks.shared.distill_trl import train_trl as train
     target = options.load()
-    student = options.make_student(target)
+    return measure_training(contestant, train, target, options.make_student(target), options)
+
+
+def measure_training(
+    contestant: str,
+    train: Training,
+    target: Target,
+    student: nn.Module,
+    options: Settings,
+) -> dict[str, Any]:
+    """Return the figures of a training in this process, after an unmeasured step on a copy."""
     gc.collect()
-    loaded = resident_memory()
+    loaded = resident_memory(options.device)
     texts = make_texts(target.tokenizer, options.rows * options.steps, options)
     warm_up = make_texts(target.tokenizer, options.rows, options, first=len(texts))
-    train(contestant, target, copy.deepcopy(student), warm_up, options, Meter())
+    train(contestant, target, copy.deepcopy(student), warm_up, options, Meter(options.device))
     gc.collect()
-    forget_peak()
-    meter = Meter()
+    forget_peak(options.device)
+    meter = Meter(options.device)
     train(contestant, target, student, texts, options, meter)
     seconds = meter.times[-1] - meter.times[0]
     text_tokens, predicted, padded = (sum(column) for column in zip(*meter.tokens, strict=True))
@@ -124,6 +148,25 @@ def measure(contestant: str, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def padding_of_many(settings: dict[str, Any]) -> dict[str, float]:
+    """Return the share of padding in one epoch of MANY_TEXTS. Call it in a fresh process."""
+    quieten()
+    options = Settings(**settings)
+    tokenizer = load_target(options.target, dtype="bfloat16", device="cpu").tokenizer
+    texts = make_texts(tokenizer, MANY_TEXTS, options)
+    lengths = [len(text.tokens) for text in texts]
+    size = _tokens_per_batch(texts, options.rows, options.seed)
+    torch.manual_seed(options.seed)
+    grouped = get_length_grouped_indices(lengths, options.rows)
+    unsorted = _in_order(len(texts), options.rows)
+    batches = {
+        "ours": bucket_batches(lengths, tokens_per_batch=size, seed=options.seed, epoch=0),
+        "trl": unsorted,
+        "trl_grouped": [[grouped[i] for i in batch] for batch in unsorted],
+    }
+    return {name: padding_share(numbers, lengths) for name, numbers in batches.items()}
+
+
 def train_ours(
     contestant: str,
     target: Target,
@@ -141,17 +184,41 @@ def train_ours(
         loss, parts = module(**batch, teacher=teacher.signal(**batch, ids=names))
         return loss, parts
 
+    module = EagerDistillation if "eager" in contestant else Distillation
+    loop = _InOrderTrainer if "random" in contestant else Trainer
+    _InOrderTrainer.rows = settings.rows
+    trained = module(student, terms)
+    fit(trained, step, terms.names, target, texts, settings, meter, loop=loop)
+
+
+def fit(
+    module: nn.Module,
+    step: Step,
+    terms: Sequence[str],
+    target: Target,
+    texts: Sequence[Sample],
+    settings: Settings,
+    meter: Meter,
+    *,
+    figures: Callable[[dict[str, float], int], dict[str, float]] | None = None,
+    loop: type[Trainer] = Trainer,
+) -> None:
+    """Train a module for one epoch with our trainer. figures: as for `TrainingTask`."""
     with tempfile.TemporaryDirectory() as directory:
-        trainer = Trainer(
-            Accelerator(cpu=True, mixed_precision="bf16" if settings.precision == "bf16" else "no"),
+        trainer = loop(
+            Accelerator(
+                cpu=settings.device == "cpu",
+                mixed_precision="bf16" if settings.precision == "bf16" else "no",
+            ),
             _MeteredReporter(meter),
             TrainingTask(
                 "training",
-                Distillation(student, terms),
+                module,
                 step,
-                terms.names,
+                terms,
                 FixedText(texts),
                 target.tokenizer.pad_token_id or 0,
+                figures=figures,
             ),
             LoopConfig(
                 epochs=1,
@@ -164,6 +231,62 @@ def train_ours(
             Path(directory),
         )
         meter.losses += [entry["loss"] for entry in trainer.fit().history]
+
+
+class EagerDistillation(Distillation):
+    """`Distillation` with the logits of all n tokens at once, [n, V], and autograd's backward.
+
+    Logits become float32 after the product, as
+    TRL's do under autocast.
+    """
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        teacher: Teacher | None = None,
+        agreement_with: Callable[[slice], TeacherLogits] | None = None,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        assert teacher is not None
+        assert agreement_with is None
+        assert weights is None
+        hidden = self.student.base_model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+        predicted = loss_mask[:, 1:]
+        logits = self.student.get_output_embeddings()(hidden[:, :-1][predicted]).float()
+        labels = input_ids[:, 1:][predicted]
+        sums = self.weighted_loss.values(logits, teacher(slice(None)), labels).sum(-1)
+        return self.weighted_loss.weigh(sums), sums.detach().double()
+
+
+class _InOrderTrainer(Trainer):
+    """Takes the texts in the given order, which is random, with `rows` in every batch."""
+
+    rows: int
+
+    def _text(self, number: int) -> Any:
+        current = super()._text(number)
+        current.batches = _FixedBatches(_in_order(len(current.samples), self.rows))
+        return current
+
+    def _total_steps(self) -> int:
+        return len(self._text(0).batches)
+
+
+class _FixedBatches(Batches):
+    """A fixed list of batches."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batch(self, i: int) -> list[int]:
+        return self._batches[i]
 
 
 class _MeteredReporter(Reporter):
@@ -188,11 +311,15 @@ class _MeteredBar(Bar):
         self._meter.tick()
 
 
+def _in_order(count: int, rows: int) -> list[list[int]]:
+    return [list(range(begin, min(begin + rows, count))) for begin in range(0, count, rows)]
+
+
 def _tokens_per_batch(texts: Sequence[Sample], rows: int, seed: int) -> int:
     """Return the batch size in tokens at which batching by length needs no more batches than
     batches of `rows` texts."""
     lengths = [len(text.tokens) for text in texts]
-    steps = -(-len(texts) // rows)
+    steps = len(_in_order(len(texts), rows))
     size = max(*lengths, rows * sum(lengths) // len(lengths))
     while len(bucket_batches(lengths, tokens_per_batch=size, seed=seed, epoch=0)) > steps:
         size += max(1, size // 200)

@@ -1,28 +1,33 @@
 """The settings of `benchmarks.distill`, and what it measures of a training."""
 
+import os
 import time
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.common import TARGET
 from benchmarks.shared.process_memory import peak_resident_memory
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target, load_model_and_tokenizer, load_target
 from distill.untrained_student import student_from_layers
+from train.measure.time_passes import finish
 
 
 @dataclass(frozen=True)
 class Settings:
     """rows: of a batch; an average if batches are formed by length. steps: measured, one epoch.
 
-    layers: those of the target that are the student.
+    student: a model directory. "": the student is the target's `layers`. device: cpu or cuda.
     equal_length: all texts have the same number of tokens, and all tokens but the first are
     predicted, so no contestant can save work on padding or prompts.
     """
 
     target: str = TARGET
     layers: tuple[int, ...] = (0, 1, 2, 3)
+    student: str = ""
+    device: str = "cpu"
     precision: str = "fp32"
     rows: int = 8
     steps: int = 12
@@ -31,13 +36,20 @@ class Settings:
     seed: int = 0
 
     def load(self) -> Target:
-        """Load the target."""
+        """Load the target. Call it before anything else on a GPU."""
+        if self.device != "cpu":
+            # With several GPUs in sight, TRL's trainers split each batch over them.
+            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.precision]
-        return load_target(self.target, dtype=dtype, device="cpu")
+        return load_target(self.target, dtype=dtype, device=self.device)
 
     def make_student(self, target: Target) -> PreTrainedModel:
-        """Return the untrained student, in float32."""
-        return student_from_layers(target.model, self.layers)
+        """Return the untrained student on the device, in float32."""
+        if not self.student:
+            return student_from_layers(target.model, self.layers).to(self.device)
+        loaded = load_model_and_tokenizer(self.student, dtype="float32", device=self.device)
+        student: PreTrainedModel = loaded.model.train().requires_grad_(True)
+        return student
 
 
 @dataclass
@@ -47,9 +59,10 @@ class Meter:
     times: seconds on the clock, at the start and then at the end of each step. cpu: the same in
     processor time of all threads, which other programs disturb less.
     tokens: of each batch (text tokens, predicted tokens, tokens with padding).
-    losses: mean over each batch's predicted tokens.
+    losses: mean over each batch's predicted tokens. device: cpu or cuda; whose memory it is.
     """
 
+    device: str = "cpu"
     times: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     tokens: list[tuple[int, int, int]] = field(default_factory=list)
@@ -58,9 +71,10 @@ class Meter:
 
     def tick(self) -> None:
         # Read at each step, to exclude the work of a trainer after the last step.
+        finish(torch.device(self.device))
         self.times.append(time.perf_counter())
         self.cpu.append(time.process_time())
-        self.peak = peak_resident_memory()
+        self.peak = peak_resident_memory(self.device)
 
     def count_batch(self, attention_mask: Tensor, predicted: Tensor) -> None:
         """Count a batch. attention_mask: [B, T]. predicted: bool [B, T − 1], tokens in the loss."""

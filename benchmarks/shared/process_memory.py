@@ -8,27 +8,35 @@ import re
 from pathlib import Path
 
 import psutil
+import torch
 
 
-def resident_memory() -> int:
-    """Return the bytes of this process that are in memory now."""
+def resident_memory(device: str = "cpu") -> int:
+    """Return the bytes of this process that are in memory now; on a GPU, those of its tensors."""
+    if device != "cpu":
+        return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss
 
 
-def forget_peak() -> None:
-    """Reset the peak if the system supports it (Linux). Else the process's peak stays."""
+def forget_peak(device: str = "cpu") -> None:
+    """Reset the peak if the system supports it (Linux, CUDA). Else the process's peak stays."""
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return
 
 
-def peak_resident_memory() -> int:
-    """Return the most bytes in memory since `forget_peak`.
+def peak_resident_memory(device: str = "cpu") -> int:
+    """Return the most bytes in memory since `forget_peak`; on a GPU, those of tensors.
 
     Linux: read from VmHWM. getrusage's figure starts at the memory of the process that started this
     one, and cannot be reset.
     """
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
     peak = status_bytes("VmHWM")
     if peak is not None:
         return peak
