@@ -15,7 +15,7 @@ from decode.verification import Verification
 # Results count as much as what they refine after this number of expected tokens: those of a row as
 # much as the batch's, those of a depth as much as those of all depths, and these as much as what
 # the drafter says. Results of nodes are remembered so many times as long as those of drafts.
-OWN, LONGER = 2.0, 4
+OWN, LONGER = 2.0, 2
 # The grade of a node is the binary logarithm of the odds that the drafter gives it, rounded.
 LEAST, MOST, TINY = -6, 7, 1e-9
 
@@ -37,8 +37,8 @@ class Worth(CostModel):
     of one row by chances alone; here they have a price, and all rows compete.
 
     How deep drafts are, and how often a drafter that does not pay is tried again, is that of
-    `cost_model`, for the nodes that are worth their price. A draft that is made to learn from has
-    the first node of each row too.
+    `cost_model`, for the nodes that are worth their price. If none is in a draft that is made to
+    learn from, the first node of the row with the best chance is fed.
 
     Price and corrections are known before a draft, and what the drafter says of a node is known
     before the node is drawn. So every lossless rule keeps its law.
@@ -96,9 +96,10 @@ class Worth(CostModel):
         confidence = draft.confidences().cpu().numpy()
         nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels()))
         keep = nodes.worth
-        if self._asks:
+        if self._asks and not keep.any():
             keep = keep.copy()
-            keep[:, 0] = valid[:, 0]
+            row = int((nodes.reached * valid)[:, 0].argmax())
+            keep[row, 0] = True
         every = bool((keep == valid).all())
         self._fed_nodes = nodes
         if every:
