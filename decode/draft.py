@@ -32,7 +32,7 @@ Siblings = Literal["chosen", "independent", "distinct", "mixed"]
 # See `Limits.stops`.
 Stops = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 # See `Limits.grows`.
-Grows = Callable[[int, Tensor, Tensor | None], bool]
+Grows = Callable[[int, Tensor, Tensor | None, int], bool]
 
 
 @dataclass
@@ -142,14 +142,16 @@ class Limits:
         distribution of the text.
     stops_after: the draft ends after that token, which is still drafted, and not before it.
     grows: whether drafts that are so deep get another level, given how sure the drafter is of each
-        of their nodes, float32 [B, N], and the parents of these, int64 [B, N], or None for chains.
-        A draft then says how sure the drafter was (`Draft.confidence`), if it can.
+        of their nodes, float32 [B, N], the parents of these, int64 [B, N], or None for chains, and
+        `source`. A draft then says how sure the drafter was (`Draft.confidence`), if it can.
+    source: the number of this drafter among several that are asked in turn.
     """
 
     depths: np.ndarray
     stops: Stops | None = None
     stops_after: bool = False
     grows: Grows | None = None
+    source: int = 0
 
     @property
     def max_depth(self) -> int:
@@ -161,7 +163,8 @@ class Limits:
         if self.grows is None or not reads_are_free(confidence[0].device):
             return False
         deeper = torch.from_numpy(self.depths > depth)[:, None]
-        return not self.grows(depth, torch.cat([*confidence], 1) * deeper, parents)
+        sure = torch.cat([*confidence], 1) * deeper
+        return not self.grows(depth, sure, parents, self.source)
 
 
 @dataclass
@@ -180,6 +183,7 @@ class Draft:
         None: no row.
     confidence: float32 [B, N] or None: how likely the target accepts a node if it accepts those
         above it, as the drafter knew it before the node was drawn. None: the drafter does not say.
+    sources: int [B] on the host or None: which of several drafters drafted each row.
     went: the depth that the drafter drafted to, if nodes were left out since. Else 0.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
@@ -196,6 +200,7 @@ class Draft:
     drawn: Drawn = "independent"
     _chosen_rows: np.ndarray | None = None
     confidence: Tensor | None = field(default=None, kw_only=True)
+    sources: np.ndarray | None = field(default=None, kw_only=True)
     went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
@@ -241,6 +246,7 @@ class Draft:
             move(self._ancestors),
             self._host_parents,
             confidence=move(self.confidence),
+            sources=self.sources,
             went=self.went,
         )
 

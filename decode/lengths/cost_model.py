@@ -128,10 +128,10 @@ class CostModel(Policy):
     def _probe(self) -> int:
         """1 if a draft is due although none pays, else 0."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
-        passes = self._passes(self.rows * np.array([1.0, 1.0 + max(self._nodes()[0], 1.0)]))
-        assert passes is not None
-        cost = (self._probe_s or self._drafts(1)) + passes[1]
-        loss = cost / passes[0] - self._expected()[1]
+        plain, step = self._seconds()[:2]
+        token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
+        cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
+        loss = cost / plain - self._expected()[1]
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
         return int(self._hopeful or self._waited >= interval)

@@ -13,11 +13,13 @@ from decode.tree_structure import down_the_paths
 from decode.verification import Verification
 
 # Results count as much as what they refine after this number of expected tokens: those of a row as
-# much as the batch's, those of a depth as much as those of all depths, and these as much as what
-# the drafter says. Results of nodes are remembered so many times as long as those of drafts.
-OWN, LONGER = 2.0, 4
+# much as the batch's, those of a depth as much as those of all depths, these as much as those of
+# all grades, and these as much as what the drafter says. Results of nodes are remembered so many
+# times as long as those of drafts.
+OWN, LONGER = 2.0, 2
 # The grade of a node is the binary logarithm of the odds that the drafter gives it, rounded.
 LEAST, MOST, TINY = -6, 7, 1e-9
+DRAFTERS = 3  # that are told from each other
 
 
 @POLICIES.register("worth")
@@ -37,8 +39,8 @@ class Worth(CostModel):
     of one row by chances alone; here they have a price, and all rows compete.
 
     How deep drafts are, and how often a drafter that does not pay is tried again, is that of
-    `cost_model`, for the nodes that are worth their price. A draft that is made to learn from has
-    the first node of each row too.
+    `cost_model`, for the nodes that are worth their price. If none is in a draft that is made to
+    learn from, the first node of the row with the best chance is fed.
 
     Price and corrections are known before a draft, and what the drafter says of a node is known
     before the node is drawn. So every lossless rule keeps its law.
@@ -53,18 +55,22 @@ class Worth(CostModel):
 
     @cached_property
     def _graded(self) -> np.ndarray:
-        """float64 [2, grades, max_depth]: nodes that were accepted, and nodes that were judged."""
-        return np.zeros((2, MOST - LEAST + 1, self.max_depth))
+        """float64 [2, drafters, grades, max_depth]: nodes that were accepted, and nodes that were
+        judged, of each of several drafters. Those past the last count together."""
+        return np.zeros((2, DRAFTERS, MOST - LEAST + 1, self.max_depth))
 
     def _chances(self) -> np.ndarray:
-        """float64 [grades, max_depth]: of nodes, if those above them are accepted."""
+        """float64 [drafters, grades, max_depth]: of nodes, if those above them are accepted."""
         kept, judged = self._graded
         said = 1 / (1 + 2.0 ** -np.arange(LEAST, MOST + 1))
-        every = (kept.sum(1) + OWN * said) / (judged.sum(1) + OWN)
-        chances = (kept + OWN * every[:, None]) / (judged + OWN)
+        found, of = kept.sum(2), judged.sum(2)  # [drafters, grades]
+        over = (found.sum(1) + OWN) / ((of * said).sum(1) + OWN)
+        every = (found + OWN * np.minimum(over[:, None] * said, 1.0)) / (of + OWN)
+        chances = (kept + OWN * every[..., None]) / (judged + OWN)
         # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
-        rising, falling = np.maximum.accumulate(chances), np.minimum.accumulate(chances[::-1])
-        return (rising + falling[::-1]) / 2
+        rising = np.maximum.accumulate(chances, 1)
+        falling = np.minimum.accumulate(chances[:, ::-1], 1)[:, ::-1]
+        return (rising + falling) / 2
 
     def depths(self) -> np.ndarray:
         self._fed_nodes, self._ended = None, self.max_depth
@@ -73,13 +79,16 @@ class Worth(CostModel):
         deep = self._grows and not self._asks
         return np.full_like(depths, self.max_depth) if deep else depths
 
-    def grows(self, depth: int, confidence: Tensor, parents: Tensor | None) -> bool:
+    def grows(
+        self, depth: int, confidence: Tensor, parents: Tensor | None, source: int = 0
+    ) -> bool:
         self._grows = True
         if self._asks:
             return True
         valid = np.ones(confidence.shape, dtype=bool)
         above = None if parents is None else parents.numpy()
-        nodes = self._weighed(_Nodes(valid, confidence.numpy(), above, depth))
+        sources = np.full(len(valid), source)
+        nodes = self._weighed(_Nodes(valid, confidence.numpy(), above, depth, sources))
         reached = (nodes.reached * (nodes.depths == depth - 1)).max(1)
         per_row = reached * self._acceptance()[depth] - self._price() * self._nodes()[depth]
         level = self._drafts(depth + 1) - self._drafts(depth)
@@ -94,11 +103,13 @@ class Worth(CostModel):
         valid = np.arange(draft.tokens.shape[1]) < draft.sizes[:, None]
         parents = None if draft.is_chain else draft.parents_on_host()
         confidence = draft.confidences().cpu().numpy()
-        nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels()))
+        sources = np.zeros(len(valid), dtype=int) if draft.sources is None else draft.sources
+        nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels(), sources))
         keep = nodes.worth
-        if self._asks:
+        if self._asks and not keep.any():
             keep = keep.copy()
-            keep[:, 0] = valid[:, 0]
+            row = int((nodes.reached * valid)[:, 0].argmax())
+            keep[row, 0] = True
         every = bool((keep == valid).all())
         self._fed_nodes = nodes
         if every:
@@ -109,7 +120,7 @@ class Worth(CostModel):
     def _weighed(self, nodes: "_Nodes") -> "_Nodes":
         """The same with their chances."""
         own = (self._kept + OWN) / (self._expected_of + OWN)
-        nodes.chances = self._chances()[nodes.grades, nodes.depths]
+        nodes.chances = self._chances()[nodes.sources, nodes.grades, nodes.depths]
         here = np.minimum(own[:, None] * nodes.chances, 1.0)
         nodes.reached = nodes.from_the_root(here, np.multiply)
         nodes.worth = nodes.valid & (nodes.reached >= self._price())
@@ -126,7 +137,9 @@ class Worth(CostModel):
         self._kept += accepted.sum(1)
         self._expected_of += (nodes.chances * judged).sum(1)
         for table, which in zip(self._graded, (accepted, judged), strict=True):
-            np.add.at(table, (nodes.grades[which], nodes.depths[which]), 1.0)
+            row, _ = np.nonzero(which)
+            at = nodes.sources[row, 0], nodes.grades[which], nodes.depths[which]
+            np.add.at(table, at, 1.0)
 
     def _results(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
         if (nodes := self._fed_nodes) is None:
@@ -139,9 +152,10 @@ class _Nodes:
     """The nodes of a draft, [B, N] each.
 
     valid: those that are no padding. parents: −1 is the root; None: chains. levels: the depth of
-    the deepest. depths: 0 for the root's children. grades: by what the drafter says of them.
-    chances: if their parents are accepted, as of all rows. reached: if that is not known, as of
-    this row. worth: bool, those that are worth their price.
+    the deepest. sources: int [B, 1], the drafters of the rows. depths: 0 for the root's children.
+    grades: by what the drafter says of them. chances: if their parents are accepted, as of all
+    rows. reached: if that is not known, as of this row. worth: bool, those that are worth their
+    price.
     """
 
     chances: np.ndarray
@@ -149,9 +163,15 @@ class _Nodes:
     worth: np.ndarray
 
     def __init__(
-        self, valid: np.ndarray, confidence: np.ndarray, parents: np.ndarray | None, levels: int
+        self,
+        valid: np.ndarray,
+        confidence: np.ndarray,
+        parents: np.ndarray | None,
+        levels: int,
+        sources: np.ndarray,
     ) -> None:
         self.valid, self.parents, self.levels = valid, parents, levels
+        self.sources = np.minimum(sources, DRAFTERS - 1)[:, None]
         odds = confidence / np.maximum(1 - confidence, TINY) + TINY
         self.grades = np.log2(odds).clip(LEAST, MOST).round().astype(np.int64) - LEAST
         self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1

@@ -171,19 +171,23 @@ class CompositeDrafter(Group):
         depths = limits.depths.copy()
         asked = self.asked(limits.depths)
         drafts: list[Draft] = []
+        sources = np.zeros(len(depths), dtype=np.int64)
         for member, drafter in enumerate(self.drafters):
             open_depths = np.where(asked[:, member], depths, 0)
             if not open_depths.any():
                 continue
-            draft = drafter.draft(contexts, replace(limits, depths=open_depths), sampling, rng)
+            its_limits = replace(limits, depths=open_depths, source=member)
+            draft = drafter.draft(contexts, its_limits, sampling, rng)
             # Drop drafts in rows that already have one, or that do not ask for one.
             draft.cut(np.where(asked[:, member] & (depths > 0), draft.sizes, 0))
-            depths[draft.sizes > 0] = 0
+            depths[draft.sizes > 0], sources[draft.sizes > 0] = 0, member
             if draft.sizes.any():
                 drafts.append(draft)
         if not drafts:
             return Draft.none(len(depths), "cpu")
-        return _merged(drafts)
+        draft = _merged(drafts)
+        draft.sources = sources
+        return draft
 
 
 def _siblings(kinds: Sequence[tuple[Siblings, bool]]) -> Siblings | None:
