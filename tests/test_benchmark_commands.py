@@ -36,6 +36,7 @@ SMALL = {
     "heads": ["--quick", "--arms", "eagle1", "--minutes", "0.05", "--prompts", "4", "--timed", "1"],
     "speculators": ["--quick", "--length", "16"],
     "mtp": ["--quick"],
+    "device": ["--quick"],
     "forecast": [
         *("--quick", "--target", "TINY", "--kind", "medusa"),
         *("--rows", "100", "--draft-vocabulary", "100"),

@@ -20,7 +20,7 @@ from benchmarks.decode import (
 from benchmarks.drafters import compare, table_row
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
-from benchmarks.shared import decode_measurements
+from benchmarks.shared import decode_measurements, device_parts
 from benchmarks.shared.decode_contestants import JobResult, Models, Passes
 from benchmarks.shared.decode_measurements import (
     Setting,
@@ -41,6 +41,7 @@ from benchmarks.shared.structured_prompts import KINDS, prompts_of
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.grammars import Grammars
+from decode.loop.decoding import Decoder
 from decode.model.loading import load_target
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter
@@ -251,6 +252,32 @@ def test_the_benchmarks_drafter_is_a_sound_run(quick: bool, tmp_path):
     assert layers == [0]
     config = drafter_config("org/model", layers, "cpu", quick, tmp_path)
     assert validate_config(config, base_dir=PROMPTS).stages[-1].name == "distill"
+
+
+def test_a_scripted_llama_says_its_script_and_computes_all_the_same():
+    shape = device_parts._shape(64, 32, 64, 2, 4, 2) | {"max_position_embeddings": 32}
+    model = device_parts.random_llama(device_parts.ScriptedLlama, **shape)
+    model.script.copy_(torch.arange(32))
+    plain = device_parts.random_llama(**shape)
+    ids = torch.tensor([[9, 9, 9, 9]])
+    logits = model(ids).logits
+    assert logits.argmax(-1).tolist() == [[1, 2, 3, 4]]
+    others = logits.scatter(-1, torch.tensor([[1, 2, 3, 4]])[..., None], 0.0)
+    expected = plain(ids).logits.scatter(-1, torch.tensor([[1, 2, 3, 4]])[..., None], 0.0)
+    assert torch.equal(others, expected)
+    for decode in (_decode, _generate):
+        assert decode(model, [9, 9, 9]) == list(range(3, 9))
+
+
+def _decode(model: Any, prompt: list[int]) -> list[int]:
+    return Decoder(model, DRAFTERS["none"]()).decode([prompt], 6).outputs[0]
+
+
+def _generate(model: Any, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    mask = torch.ones_like(ids)
+    texts = model.generate(ids, attention_mask=mask, max_new_tokens=6, pad_token_id=0)
+    return texts[0, len(prompt) :].tolist()
 
 
 def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names():
