@@ -583,6 +583,7 @@ def test_the_nodes_with_the_most_tokens_per_second_are_fed(curve: str) -> None:
     for _ in range(12):
         policy = worth(CURVES[curve], c=0.1, rows=2)
         policy.depths()
+        policy._known = None
         policy._graded[1] = random.random(policy._graded[1].shape) * 20
         policy._graded[0] = policy._graded[1] * random.random(policy._graded[1].shape)
         policy._kept, policy._expected_of = random.random((2, 2)) * 8

@@ -51,6 +51,7 @@ class Worth(CostModel):
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _fed_nodes: "_Nodes | None" = None  # of this pass
+    _known: np.ndarray | None = None  # the chances, until there are new results
     _grows = False  # whether the drafter asks if drafts get another level
 
     @cached_property
@@ -61,6 +62,8 @@ class Worth(CostModel):
 
     def _chances(self) -> np.ndarray:
         """float64 [drafters, grades, max_depth]: of nodes, if those above them are accepted."""
+        if self._known is not None:
+            return self._known
         kept, judged = self._graded
         said = 1 / (1 + 2.0 ** -np.arange(LEAST, MOST + 1))
         found, of = kept.sum(2), judged.sum(2)  # [drafters, grades]
@@ -70,7 +73,8 @@ class Worth(CostModel):
         # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
         rising = np.maximum.accumulate(chances, 1)
         falling = np.minimum.accumulate(chances[:, ::-1], 1)[:, ::-1]
-        return (rising + falling) / 2
+        self._known = (rising + falling) / 2
+        return self._known
 
     def depths(self) -> np.ndarray:
         self._fed_nodes, self._ended = None, self.max_depth
@@ -131,6 +135,7 @@ class Worth(CostModel):
         faded = self.memory**verification.emitted
         self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
         self._graded *= self.memory ** (float(verification.emitted.mean()) / LONGER)
+        self._known = None
         if (nodes := self._fed_nodes) is None:
             return
         accepted, judged = nodes.outcomes(verification)
