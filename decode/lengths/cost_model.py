@@ -31,13 +31,14 @@ class CostModel(Policy):
     before, the first drafts are one and two tokens deep, to tell the two parts apart. A position
     deeper than the ones tried lately is assumed to have the acceptance of the position before it.
 
-    If no draft pays, the policy drafts nothing, unless acceptance would pay that is one standard
-    error higher, as bandits choose; and except for an occasional probe: a draft of one token. Probes are rare enough that a useless drafter costs about `probe_share` of plain
-    decoding. But there is at least one every `patience` tokens, unless a single probe costs more
-    than 1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a
-    probe includes feeding the drafter the text since its last draft, but not its pass over the
-    prompt before its first draft. After a successful probe the next one follows at once. So few
-    tokens pass until a drafter that has become good is used again.
+    If no draft pays, the policy drafts nothing, unless one would pay whose acceptance is a standard
+    error higher, as bandits choose. It also drafts an occasional probe: a draft of one token.
+    Probes are rare enough that a useless drafter costs about `probe_share` of plain decoding. But
+    there is at least one every `patience` tokens, unless a single probe costs more than
+    1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a probe
+    includes feeding the drafter the text since its last draft, but not its pass over the prompt
+    before its first draft. After a successful probe the next one follows at once. So few tokens
+    pass until a drafter that has become good is used again.
 
     For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
     (`sequoia` chooses a tree from measured costs).
