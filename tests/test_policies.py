@@ -492,7 +492,7 @@ def test_acceptance_is_pooled_over_a_batch() -> None:
     policy = CostModel(6)
     policy.use_costs(Costs(PLAIN, 1, 0.1, (1, 2, 4, 8, 64), (1.0, 1.05, 1.1, 1.2, 5.0)))
     policy.start(16)
-    policy._accepted[0], policy._tried[0] = 6.0, 10.0
+    policy._accepted[0], policy._tried[0] = 600.0, 1000.0
     # 16 rows are bound by compute, and a pass of 32 tokens costs 1.6 of 16; alone, 4 cost 1.1.
     assert policy.depths().max() == 0
     policy.keep_rows(np.array([3]))
@@ -676,6 +676,7 @@ def test_a_tree_of_which_the_drafter_says_nothing_is_fed_whole() -> None:
 def test_a_draft_to_learn_from_has_a_node_at_least() -> None:
     """The best one. It counts as what a draft gives when it would have been fed anyway."""
     policy, acceptance = worth(CURVES["steep"], c=0.02), []
+    policy._accepted[0], policy._tried[0] = 1.0, 20.0
     assert not policy.depths().any()
     for _ in range(100):
         told = judged(policy, said([[1e-3], [0.1], [1e-3]]), np.ones((3, 1), dtype=bool))

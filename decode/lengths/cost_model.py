@@ -31,13 +31,14 @@ class CostModel(Policy):
     before, the first drafts are one and two tokens deep, to tell the two parts apart. A position
     deeper than the ones tried lately is assumed to have the acceptance of the position before it.
 
-    If no draft pays, the policy drafts nothing, except for an occasional probe: a draft of one
-    token. Probes are rare enough that a useless drafter costs about `probe_share` of plain
-    decoding. But there is at least one every `patience` tokens, unless a single probe costs more
-    than 1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a
-    probe includes feeding the drafter the text since its last draft, but not its pass over the
-    prompt before its first draft. After a successful probe the next one follows at once. So few
-    tokens pass until a drafter that has become good is used again.
+    If no draft pays, the policy drafts nothing, unless one would pay whose acceptance is a standard
+    error higher, as bandits choose. It also drafts an occasional probe: a draft of one token.
+    Probes are rare enough that a useless drafter costs about `probe_share` of plain decoding. But
+    there is at least one every `patience` tokens, unless a single probe costs more than
+    1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a probe
+    includes feeding the drafter the text since its last draft, but not its pass over the prompt
+    before its first draft. After a successful probe the next one follows at once. So few tokens
+    pass until a drafter that has become good is used again.
 
     For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
     (`sequoia` chooses a tree from measured costs).
@@ -115,9 +116,13 @@ class CostModel(Policy):
 
     def _best(self) -> int:
         """The depth with the most tokens per time."""
-        rates = self.rows * self._expected() / self._seconds()
+        seconds, alpha = self._seconds(), self._acceptance()
+        rates = self.rows * _tokens(alpha) / seconds
         best = int(rates.argmax())
         self._rate = float(rates[best])
+        if not best:  # perhaps by chance
+            alpha[0] += (alpha[0] * (1 - alpha[0]) / (self._tried[0] + 1)) ** 0.5
+            best = int((_tokens(alpha) / seconds).argmax())
         return best
 
     def _price(self) -> float:
@@ -131,14 +136,10 @@ class CostModel(Policy):
         plain, step = self._seconds()[:2]
         token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
         cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
-        loss = cost / plain - self._expected()[1]
+        loss = cost / plain - _tokens(self._acceptance())[1]
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
         return int(self._hopeful or self._waited >= interval)
-
-    def _expected(self) -> np.ndarray:
-        """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ."""
-        return 1 + np.append(0.0, self._acceptance().cumprod().cumsum())
 
     def _acceptance(self) -> np.ndarray:
         """float64 [max_depth]: by position."""
@@ -331,6 +332,12 @@ class _Line:
     def at(self, tokens: Any) -> Any:
         w, n, t, *_ = self._sums
         return t / w + self.slope * (tokens - n / w)
+
+
+def _tokens(alpha: np.ndarray) -> np.ndarray:
+    """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ, for this
+    acceptance by position."""
+    return 1 + np.append(0.0, alpha.cumprod().cumsum())
 
 
 def _clipped(ratio: float) -> float:
