@@ -151,11 +151,11 @@ class DraftLayer(PackedLayer):
     ) -> Tensor:
         """Return the residual stream [B, n, H]. attention_input: [B, n, R]. read: int64 [m],
         places of the flattened tokens, whose stream alone is returned, [m, H]; None: that of all.
-        For training only."""
+        """
         if self._lean:
             rotation = Rotation(*position_embeddings)
             outputs: Tensor = self._lean[0](residual, rotation, attend, attention_input)
-            return outputs
+            return outputs if read is None else outputs.flatten(0, 1)[read]
         mixed = self.self_attn.mixed(attention_input, position_embeddings, attend)
         if read is not None:
             residual, mixed = (x.flatten(0, 1)[read] for x in (residual, mixed))

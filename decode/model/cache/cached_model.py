@@ -273,7 +273,7 @@ class CachedLM(CachedRows):
             self._rewind(self.states, start, settle=True)
         if not draft.is_chain:
             # The root comes before all nodes, and every node may see it.
-            ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+            ancestors = torch.constant_pad_nd(draft.ancestors(), (1, 0, 1, 0))
             ancestors[:, :, 0] = True
             depth = ancestors.sum(2) - 1
         if beside:

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.base.device import to_device
@@ -294,7 +293,7 @@ class Slots:
             _, fed, nodes = ancestors_BNM.shape
             past_B1S = slots_B1S < base_B1[:, :, None]
             columns = past_B1S.sum(2, keepdim=True) + torch.arange(nodes, device=self.device)
-            seen = pad(past_B1S, (0, nodes)).repeat(1, fed, 1)
+            seen = torch.constant_pad_nd(past_B1S, (0, nodes)).repeat(1, fed, 1)
             seen = seen.scatter_(2, columns.expand(-1, fed, -1), ancestors_BNM)[:, :, :-nodes]
         if sliding is not None and not inside_window:
             near = sliding.sees(positions_BN1, slots_B1S)

@@ -177,8 +177,9 @@ class FewRowsPass:
         rows = texts * tokens
         # Where each token of the pass is: its text, and its place among those of the text.
         self._rows, self._columns = np.divmod(np.arange(rows), tokens)
+        self._most = tokens  # of a text
         if real is not None:
-            self._rows, self._columns = real.rows, real.columns
+            self._rows, self._columns, self._most = real.rows, real.columns, real.width
         widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
         self._scratch = states.new_empty(rows, sum(widths))
         address, step = self._scratch.data_ptr(), rows * states.itemsize
@@ -325,8 +326,9 @@ class FewRowsPass:
         row, column = (rows, columns) if self._real is None else (0, every)
         turned = row * _step(cos, 0) + column * cos.stride(1)
         seen = every if mask is None else row * _step(mask, 0) + column * mask.stride(2)
-        first, most = window.rows.start, int(columns.max()) + 1  # tokens of a text
-        where, own = (np.empty((tokens, x), dtype=np.int64) for x in (TOKEN, most))
+        first, most = window.rows.start, self._most
+        where = np.empty((tokens, TOKEN), dtype=np.int64)
+        own = np.empty((tokens, most), dtype=np.int64)
         where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
         (begins,) = (columns % TOGETHER == 0).nonzero()
         bounds = np.empty(len(begins) + 1, dtype=np.int64)
