@@ -110,6 +110,7 @@ class Worth(CostModel):
         sources = np.zeros(len(valid), dtype=int) if draft.sources is None else draft.sources
         nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels(), sources))
         keep = nodes.worth
+        # Known before a node is drawn: a parent is worth as much as its children.
         if self._asks and not keep.any():
             keep = keep.copy()
             row = int((nodes.reached * valid)[:, 0].argmax())
