@@ -62,22 +62,20 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         states = self.inputs_of(batch)
         attention = UnrolledAttention(self.window)
         positions = torch.arange(states.shape[1], device=states.device)[None]
-        last = max(depths)
-        for depth in range(1, last + 1):
+        for depth in range(1, max(depths) + 1):
             tokens = shift_left(batch.input_ids, depth)
             prediction = Prediction(depth, trained_positions(batch.loss_mask, depth), states)
             step, attend = self.trained_step(depth, attention)
             # No later step reads the last one's states, so a prompt needs only keys and values.
-            read = prediction.places if depth == last else None
+            read = prediction.places if depth == max(depths) else None
             states = self.recomputed(step, states, tokens, positions + depth - 1, attend, read)
             if depth in depths:
-                own = prediction.of(states) if read is None else states
-                prediction.states = self.readout(own)
+                prediction.states = self.readout(prediction.of(states) if read is None else states)
                 yield prediction
 
 
 class EagleHeads(AutoregressiveHeads):
-    """EAGLE-1 and EAGLE-3. A subclass defines one step in `advance`.
+    """EAGLE-1 and EAGLE-3.
 
     config: a one-layer llama config that describes the drafter. Engines get it unchanged.
     """
@@ -91,41 +89,13 @@ class EagleHeads(AutoregressiveHeads):
         self.config = layer_config(model, options.layer)
         self._rotary = Rotary(self.config)
 
-    @abstractmethod
-    def advance(
-        self,
-        states: Tensor,
-        embedded: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attend: Attend,
-        read: Tensor | None = None,
-    ) -> Tensor:
-        """Return the next states, as `step` does.
-
-        states: [B, n, H]. embedded: [B, n, H], the embeddings of the next tokens.
-        position_embeddings: cos and sin of the positions.
-        """
-
-    def step(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        read: Tensor | None = None,
-    ) -> Tensor:
-        dtype = self.dtype
-        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
-        return self.advance(states, embedded, self._rotary(positions, states), attend, read)
-
     def body_flops(self) -> TextFlops:
         """Each of the `parts` steps goes through all weights but those of `computed_once`, the last
         one after its attention only where a token is predicted."""
         parts = {name: part for name, part in self.named_children() if name != "output"}
         once = parts.pop(self.computed_once, nn.Identity())
         (layer,) = (part for part in self.modules() if isinstance(part, DraftLayer))
-        predicting = products_flops(layer.self_attn.o_proj, layer.mlp)
-        per_token = products_flops(once) + self.parts * products_flops(*parts.values()) - predicting
+        after = products_flops(layer.self_attn.o_proj, layer.mlp)
+        per_token = products_flops(once) + self.parts * products_flops(*parts.values()) - after
         width = self.parts * self.config.num_attention_heads * self.config.head_dim
-        products = TextFlops(per_token, per_prediction=predicting)
-        return products + attention_flops(width, trained=True)
+        return TextFlops(per_token, per_prediction=after) + attention_flops(width, trained=True)

@@ -56,17 +56,19 @@ class Eagle1Heads(EagleHeads):
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return dict.fromkeys(range(1, self.parts + 1), 1.0)
 
-    def advance(
+    def step(
         self,
         states: Tensor,
-        embedded: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        tokens: Tensor,
+        positions: Tensor,
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
+        states, embedded = (x.to(self.dtype) for x in (states, self.embeddings(tokens)))
+        turns = self._rotary(positions, states)
         mixed = self.fc(torch.cat([embedded, states], -1))
         (layer,) = self.layers
-        next_states: Tensor = layer(mixed, mixed, position_embeddings, attend, read)
+        next_states: Tensor = layer(mixed, mixed, turns, attend, read)
         return next_states
 
     def inputs_of(self, batch: HeadBatch) -> Tensor:

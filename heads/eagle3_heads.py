@@ -83,19 +83,20 @@ class Eagle3Heads(EagleHeads):
         fused: Tensor = self.fc(features)
         return fused
 
-    def advance(
+    def step(
         self,
         states: Tensor,
-        embedded: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        tokens: Tensor,
+        positions: Tensor,
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
+        states, embedded = (x.to(self.dtype) for x in (states, self.embeddings(tokens)))
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)
         residual = normed if self.options.norm_before_residual else states
-        next_states: Tensor = layer(residual, inputs, position_embeddings, attend, read)
+        next_states: Tensor = layer(residual, inputs, self._rotary(positions, states), attend, read)
         return self.norm(next_states) if self.options.norm_output else next_states
 
     def readout(self, states: Tensor) -> Tensor:

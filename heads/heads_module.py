@@ -77,8 +77,7 @@ class Prediction:
 
     @cached_property
     def places(self) -> Tensor:
-        """int64 [n]: `positions` as places of the flattened text. A host waits for a GPU to know
-        their number; masks in the place of these would make it wait for each selection."""
+        """int64 [n]: `positions` as places of the flattened text. Only here a GPU is waited for."""
         return self.positions.flatten().nonzero()[:, 0]
 
     def of(self, x: Tensor) -> Tensor:

@@ -66,9 +66,10 @@ from train.data.batches import collate, inputs
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
 from train.loop.compiling import compiling
 from train.loop.optimizer import make_optimizer
-from train.loop.optimizer_step import EMA, learning_rate_factor
+from train.loop.optimizer_step import learning_rate_factor
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import steps_in
+from train.loop.weight_average import EMA
 from train.settings.optimizer_config import GroupConfig, OptimizerConfig
 from train.settings.training import LoopConfig
 

@@ -64,22 +64,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
-    def mixed(
-        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
-        """The input of `o_proj`. position_embeddings: cos and sin of the tokens' positions."""
+    def mixed(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The input of `o_proj`. turns: cos and sin of the tokens' positions."""
         queries, keys, values = (
             layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *turns)
         return attend(queries, keys, values).transpose(1, 2).flatten(2)
 
-    def forward(
-        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], attend: Attend
-    ) -> Tensor:
-        """position_embeddings: as for `mixed`."""
-        outputs: Tensor = self.o_proj(self.mixed(x, position_embeddings, attend))
+    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        outputs: Tensor = self.o_proj(self.mixed(x, turns, attend))
         return outputs
 
 
@@ -145,18 +140,16 @@ class DraftLayer(PackedLayer):
         self,
         residual: Tensor,
         attention_input: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        turns: tuple[Tensor, Tensor],
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [B, n, H]. attention_input: [B, n, R]. read: int64 [m],
-        places of the flattened tokens, whose stream alone is returned, [m, H]; None: that of all.
-        """
+        places of the flattened tokens, whose stream alone is returned; None: all."""
         if self._lean:
-            rotation = Rotation(*position_embeddings)
-            outputs: Tensor = self._lean[0](residual, rotation, attend, attention_input)
+            outputs: Tensor = self._lean[0](residual, Rotation(*turns), attend, attention_input)
             return outputs if read is None else outputs.flatten(0, 1)[read]
-        mixed = self.self_attn.mixed(attention_input, position_embeddings, attend)
+        mixed = self.self_attn.mixed(attention_input, turns, attend)
         if read is not None:
             residual, mixed = (x.flatten(0, 1)[read] for x in (residual, mixed))
         residual = residual + self.self_attn.o_proj(mixed)

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend
 from distill.chunked_loss import at_least_float32
+from heads.layers.short_attention import short_attention
 
 aten = torch.ops.aten
 # The queries whose scores are in memory at a time, where no kernel of PyTorch fits.
@@ -70,23 +71,11 @@ def causal_attention(
     if window is not None and queries.shape[2] > window.size:
         return merged_attention(queries, [keys], [values], window)
     if queries.device.type == "cpu" and values.dtype.itemsize == 2 and queries.shape[2] <= BLOCK:
-        return _attention_of_scores(queries, keys, values)
+        return short_attention(queries, keys, values)
     if queries.shape[1] == keys.shape[1] or _has_kernel(queries, keys, values):
         return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     # Without flash attention, PyTorch stores all scores if key heads serve several query heads.
     return merged_attention(queries, [keys], [values])
-
-
-def _attention_of_scores(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Causal attention with all scores in memory. For short texts on a CPU, in 16 bits: there the
-    backward pass of flash attention takes three times as long."""
-    length, size = queries.shape[2:]
-    scores = _grouped(queries, keys, queries.dtype).flatten(2, 3) @ keys.transpose(2, 3)
-    scores = scores.unflatten(2, (-1, length)).float() * size**-0.5
-    # Added, not filled in: the backward pass of a sum is free.
-    weights = (scores + torch.full((length, length), -torch.inf).triu(1)).softmax(-1)
-    weights = weights.to(values.dtype)
-    return (weights.flatten(2, 3) @ values).unflatten(2, (-1, length)).flatten(1, 2)
 
 
 def merged_attention(

@@ -25,9 +25,10 @@ from train.loop.meters.peak_memory import peak_memory
 from train.loop.meters.profiler import StepProfiler
 from train.loop.meters.throughput import Throughput, flops_of, in_words
 from train.loop.optimizer import grouped_names, make_optimizer
-from train.loop.optimizer_step import EMA, take_step
+from train.loop.optimizer_step import take_step
 from train.loop.rank_weights import RankWeights
 from train.loop.training_task import TrainingProgress, TrainingTask, steps_in
+from train.loop.weight_average import EMA
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.training import LoopConfig
 
