@@ -1,5 +1,6 @@
 """The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,10 @@ INSTANT = 1e-9
 # Of the lines of passes: what a pass's weight is after one more, the share of a pass's change that
 # applies to all of them, and how far apart passes must be, in tokens², to tell of a slope.
 FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
+# Steps with drafts are compared with steps without after so many of either; what a step's weight is
+# after one more of its kind.
+ENOUGH, FEW, BROUGHT = 6, 3, 0.95
+LONGEST = 4.0  # plain steps; other work delayed a step that took longer
 # Of the passes after the early ones, times are read in one of so many: a policy takes time too.
 EARLY, READ = 32, 3
 
@@ -40,6 +45,9 @@ class CostModel(Policy):
     before its first draft. After a successful probe the next one follows at once. So few tokens
     pass until a drafter that has become good is used again.
 
+    What drafts brought is compared with what steps without brought, by the size of the batch. If
+    they lost, for a reason that no cost or acceptance says, they are probes too.
+
     For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
     (`sequoia` chooses a tree from measured costs).
 
@@ -64,6 +72,9 @@ class CostModel(Policy):
         require_fits(lambda x: x >= 1, "at least 1 token", patience=patience)
         self.memory, self.probe_share, self.patience = memory, probe_share, patience
         self._passes = _PassTimes()
+        # By the size of the batch, without drafts and with: tokens of a row, and how many plain
+        # steps could be taken meanwhile.
+        self._brought: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
         self._drafts = _DraftTimes()  # without text to catch up on
         self._unasked = 2  # further drafts of two tokens, to see a second depth
         self._probe_s: float | None = None  # of drafting a probe, catching up included
@@ -97,10 +108,12 @@ class CostModel(Policy):
     def depths(self) -> np.ndarray:
         self._passes.rows = self.rows
         unknown = self._unknown()
-        depth = self._best() if unknown is None else unknown
+        depth = best = self._best() if unknown is None else unknown
+        if unknown is None and self._lost() > 0:
+            depth = 0
         self._asks = unknown is not None or not depth
         if unknown is None and not depth:
-            depth = self._probe()
+            depth = self._probe() * max(best, 1)
         return np.full(self.rows, depth)
 
     def _unknown(self) -> int | None:
@@ -125,18 +138,26 @@ class CostModel(Policy):
             best = int((_tokens(alpha) / seconds).argmax())
         return best
 
+    def _lost(self) -> float:
+        """The plain steps that a step with a draft lost lately, beside steps without. What a model
+        of costs leaves out counts here. 0: too few are known. Infinite: steps without are due."""
+        (tokens, steps), (drafted, took) = self._brought[self.rows.bit_length()]
+        if took < ENOUGH or steps < FEW:
+            return float("inf") if took >= ENOUGH else 0.0
+        return float(tokens / steps * took / drafted) - 1.0
+
     def _price(self) -> float:
         """The tokens that the batch could get in the time that one more token adds to a pass."""
         passes = self._passes(self.rows + np.arange(2))
         return 0.0 if passes is None else self._rate * float(passes[1] - passes[0])
 
     def _probe(self) -> int:
-        """1 if a draft is due although none pays, else 0."""
+        """1 if a draft is due although none pays, or none did lately, else 0."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
         plain, step = self._seconds()[:2]
         token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
         cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
-        loss = cost / plain - _tokens(self._acceptance())[1]
+        loss = max(cost / plain - _tokens(self._acceptance())[1], self._lost())
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
         return int(self._hopeful or self._waited >= interval)
@@ -170,6 +191,12 @@ class CostModel(Policy):
         timed = probes or self._steps < EARLY or not self._steps % READ
         timed = timed and not verification.fed_beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
+        plain = self._passes(np.array([self.rows]))
+        if plain is not None and not verification.fed_beside and not self._new_text:
+            asked = self._brought[self.rows.bit_length()][int(verification.depths.any())]
+            took = verification.draft_s + verification.verify_s + verification.overhead_s
+            asked *= BROUGHT
+            asked += emitted, min(took / float(plain[0]), LONGEST)
         faded = self.memory**emitted
         for sums in (self._accepted, self._tried, self._allowed, self._fed):
             sums *= faded
@@ -261,14 +288,16 @@ class _PassTimes:
         self._known: dict[int, float] = {}  # measured before
         self._once: dict[int, float] = {}  # seen once; a cold or disturbed pass is slow
         self._seen: set[int] = set()
+        self._most = 0  # tokens of a pass
         self._lines: dict[int, _Line] = {}
 
     def know(self, tokens: int, seconds: float) -> None:
         self._known[tokens] = max(seconds, INSTANT)
         self._seen.add(tokens)
+        self._most = max(self._most, tokens)
 
     def known_beyond(self, tokens: int) -> bool:
-        return max(self._seen, default=0) > tokens
+        return self._most > tokens
 
     def see(self, tokens: int, seconds: float) -> None:
         seconds = max(seconds, INSTANT)
@@ -279,6 +308,7 @@ class _PassTimes:
             seconds = min(seconds, self._once.pop(tokens))
             self.know(tokens, seconds)
         self._line().see(tokens, seconds)
+        self._most = max(self._most, tokens)
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray | None:
         """float64, same shape as `tokens`: seconds; None while nothing is known."""
