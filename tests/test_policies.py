@@ -517,6 +517,19 @@ def test_reading_the_prompt_is_not_what_a_draft_step_costs() -> None:
     assert policy._drafts(1) == pytest.approx(0.1 * PLAIN, rel=0.1)
 
 
+@pytest.mark.parametrize("kind", [CostModel, Worth])
+@pytest.mark.parametrize(("rows", "alpha"), [(1, 0.97), (8, 0.8)])
+def test_a_good_drafter_is_used_in_each_text(
+    kind: type[CostModel], rows: int, alpha: float
+) -> None:
+    """Also if no step of the first one was plain, and none can be compared with."""
+    policy = kind(4)
+    found = [
+        simulate(policy, lambda _: alpha, 60, c=0.1, rows=rows, seed=seed)[1] for seed in range(5)
+    ]
+    assert max(found[1:]) < 0.8
+
+
 def test_one_disturbed_pass_is_not_believed() -> None:
     policy = CostModel(4)
     simulate(policy, lambda _: 0.9, 100, c=0.1)

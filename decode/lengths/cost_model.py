@@ -46,7 +46,8 @@ class CostModel(Policy):
     pass until a drafter that has become good is used again.
 
     What drafts brought is compared with what steps without brought, by the size of the batch. If
-    they lost, for a reason that no cost or acceptance says, they are probes too.
+    they lost, for a reason that no cost or acceptance says, drafts are as rare as probes, and as
+    deep as costs and acceptance say.
 
     For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
     (`sequoia` chooses a tree from measured costs).
@@ -109,10 +110,11 @@ class CostModel(Policy):
         self._passes.rows = self.rows
         unknown = self._unknown()
         depth = best = self._best() if unknown is None else unknown
-        if unknown is None and self._lost() > 0:
+        lost = 0.0 if unknown is not None else self._lost()
+        if lost > 0:
             depth = 0
         self._asks = unknown is not None or not depth
-        if unknown is None and not depth:
+        if unknown is None and not depth and lost < float("inf"):
             depth = self._probe() * max(best, 1)
         return np.full(self.rows, depth)
 
@@ -143,8 +145,10 @@ class CostModel(Policy):
         of costs leaves out counts here. 0: too few are known. Infinite: steps without are due."""
         (tokens, steps), (drafted, took) = self._brought[self.rows.bit_length()]
         if took < ENOUGH or steps < FEW:
-            return float("inf") if took >= ENOUGH else 0.0
-        return float(tokens / steps * took / drafted) - 1.0
+            # Passes that read prompts too tell nothing, so it does not wait for ever.
+            due = took >= ENOUGH and self._waited < self.patience
+            return float("inf") if due else 0.0
+        return min(float(tokens / steps * took / max(drafted, INSTANT)) - 1.0, LONGEST)
 
     def _price(self) -> float:
         """The tokens that the batch could get in the time that one more token adds to a pass."""
@@ -192,11 +196,14 @@ class CostModel(Policy):
         timed = timed and not verification.fed_beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         plain = self._passes(np.array([self.rows]))
-        if plain is not None and not verification.fed_beside and not self._new_text:
-            asked = self._brought[self.rows.bit_length()][int(verification.depths.any())]
+        asks, pays = bool(verification.depths.any()), True
+        if plain is not None and not verification.fed_beside and not (self._new_text and asks):
             took = verification.draft_s + verification.verify_s + verification.overhead_s
-            asked *= BROUGHT
-            asked += emitted, min(took / float(plain[0]), LONGEST)
+            took = min(took / float(plain[0]), LONGEST)
+            both = self._brought[self.rows.bit_length()]
+            pays = both[0, 1] < FEW or emitted * both[0, 1] >= took * both[0, 0]
+            both[int(asks)] *= BROUGHT
+            both[int(asks)] += emitted, took
         faded = self.memory**emitted
         for sums in (self._accepted, self._tried, self._allowed, self._fed):
             sums *= faded
@@ -214,7 +221,8 @@ class CostModel(Policy):
         self._fed[: len(fed)] += fed
         if timed:
             self._see_draft(verification.draft_s + more, verification.draft_steps)
-        self._hopeful = bool((accepted > 0).mean() > 0.5)
+        # The first draft after a rest reads what it missed. Those after it go on if they pay.
+        self._hopeful = bool((accepted > 0).mean() > 0.5) and (pays or self._waited > 0)
         self._waited, self._new_text = 0.0, False
 
     def _results(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:

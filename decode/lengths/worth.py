@@ -178,6 +178,7 @@ class _Nodes:
     ) -> None:
         self.valid, self.parents, self.levels = valid, parents, levels
         self.sources = np.minimum(sources, DRAFTERS - 1)[:, None]
+        confidence = np.nan_to_num(confidence)  # of a drafter whose logits are NaN
         odds = confidence / np.maximum(1 - confidence, TINY) + TINY
         self.grades = np.log2(odds).clip(LEAST, MOST).round().astype(np.int64) - LEAST
         self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1

@@ -226,8 +226,9 @@ class WaitingRows:
         raise UserError(f"row {row} does not wait; expected one of {self.numbers}")
 
     def parts(self, running: int, tokens: int) -> list[Part]:
-        """What a pass of the `running` rows reads of the prompts: at most this number of tokens,
-        and of each prompt no more than the layers in C++ take."""
+        """What a pass of the `running` rows reads of the prompts: about this number of tokens,
+        at least one of each that is read, and no more than the layers in C++ take of those that
+        began together."""
         left = {number: one.left for number, one in enumerate(self.readings)}
         given, place, parts = shares(left, tokens), running, []
         for number, reading in enumerate(self.readings):

@@ -45,5 +45,5 @@ class TemplateQuestion:
 
 def prompt_of(reply: Mapping[str, Any]) -> tuple[list[int] | None, int | None]:
     """The prompt's token ids and their number, where an answer says them."""
-    ids = reply.get("prompt_token_ids", reply["choices"][0].get("prompt_token_ids"))
+    ids = reply.get("prompt_token_ids") or reply["choices"][0].get("prompt_token_ids")
     return ids, (reply.get("usage") or {}).get("prompt_tokens")

@@ -248,7 +248,7 @@ def template_fault(
     message. None: it does not, the target has none, or the server takes no messages or does not say
     what it makes of them."""
     key = config.key() or ""
-    with suppress(UserError, ValueError, LookupError, TypeError):
+    with suppress(UserError, ValueError, LookupError, TypeError, AttributeError):
         question = TemplateQuestion.of(target, prompt, config.model or served_models(url, key)[0])
         if question is not None:
             reply = json.loads(ask(f"{url}/v1/chat/completions", question.body, key))

@@ -92,8 +92,11 @@ def explain(
     found = np.array([*Counter(counted).values()])
     spread_alone = gammaln(kinds / 2) - gammaln(len(counted) + kinds / 2)
     spread_alone += (gammaln(found + 0.5) - gammaln(0.5)).sum()
-    if max(agreement.values()) < ALONE:  # else counts that are all alike look like chance
-        scores[NONE] = float(spread_alone + np.log(NONE_PRIOR))
+    none = float(spread_alone + np.log(NONE_PRIOR))
+    likeliest = max(scores, key=lambda name: scores[name])
+    # Counts that are all alike look like chance. They are the drafter's if it has them here too.
+    if likeliest != EQUAL or agreement[EQUAL] < ALONE or not any(map(any, counted)):
+        scores[NONE] = none
     best = max(scores, key=lambda name: scores[name])
     posterior = float(np.exp(scores[best] - logsumexp([*scores.values()])))
     weak = best == NONE or agreement[best] < LEAST_AGREEMENT or posterior < LEAST_POSTERIOR
@@ -102,7 +105,7 @@ def explain(
         if little is not None:
             return little
         best = NONE
-        posterior = float(np.exp(scores.get(NONE, -np.inf) - logsumexp([*scores.values()])))
+        posterior = float(np.exp(none - logsumexp([*(scores | {NONE: none}).values()])))
     like = next((tuple(x[1:]) for x in groups.values() if x[0] == best), ())
     return Explanation(best, () if best == EQUAL else like, posterior, agreement, unseen)
 

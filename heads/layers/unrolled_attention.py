@@ -66,7 +66,7 @@ def causal_attention(
     queries: Tensor, keys: Tensor, values: Tensor, window: SlidingWindow | None = None
 ) -> Tensor:
     """Each token attends to itself and the tokens before it, in the window. queries: [B, N, T, D].
-    keys, values: [B, G, T, D]. The memory is O(T)."""
+    keys, values: [B, G, T, D]. The memory is O(T), but for `short_attention`."""
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)
     if window is not None and queries.shape[2] > window.size:
         return merged_attention(queries, [keys], [values], window)

@@ -275,7 +275,7 @@ void look_up(const Pass* pass, int64_t* own, int64_t most) {
     const int64_t* listed = pass->read ? pass->read + token.text * pass->read_text : nullptr;
     int64_t s = listed ? std::find(listed, listed + pass->slots, begin) - listed : begin - pass->from;
     int64_t count = 0;
-    for (; s < token.slots; s++)
+    for (; s < token.slots && count < most; s++)
       if (mask[s]) own[count++] = s;
     if (!count || own[0] + count == token.slots) continue;
     token.own = own, token.first = own[0], token.slots = own[0] + count;
