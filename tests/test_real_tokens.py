@@ -63,6 +63,18 @@ def seen(lm: CachedLM, tree: bool, rows: slice, **more: Any) -> tuple[Tensor, Te
     return logits, lm.features[FINAL]
 
 
+def lean(model: Any, in_cpp: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[CachedLM, LeanForward]:
+    """A model with its lean forward, whose layers run in C++ or do not."""
+    lm = CachedLM(model, captured_layers=(FINAL,))
+    forward = lm.forward_pass
+    assert isinstance(forward, LeanForward)
+    if not in_cpp:
+        for layer in forward.layers:
+            monkeypatch.setattr(layer, "few_rows", None)
+        forward.refresh()
+    return lm, forward
+
+
 @pytest.mark.parametrize(
     ("family", "tree", "in_cpp"),
     [
@@ -79,13 +91,7 @@ def test_a_row_gets_what_it_gets_alone(
     """And what a pass writes into the slots is the same too: a second pass reads them."""
     shape: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "layers": 3, "seed": 3}
     model = tiny_model(family, **shape, **FAMILIES[family])
-    lm = CachedLM(model, captured_layers=(FINAL,))
-    forward = lm.forward_pass
-    assert isinstance(forward, LeanForward)
-    if not in_cpp:
-        for layer in forward.layers:
-            monkeypatch.setattr(layer, "few_rows", None)
-        forward.refresh()
+    lm, forward = lean(model, in_cpp, monkeypatch)
     try:
         last = np.maximum(COUNTS - 1, 0)[:, None]
         together, states = seen(lm, tree, slice(0, 4), counts=COUNTS)
@@ -116,13 +122,7 @@ def test_a_pass_with_parts_of_prompts_gives_what_each_gets_alone(
 ) -> None:
     """Two rows with drafts; a prompt of 40 tokens is read behind them, and then one of 3."""
     model = tiny_model("llama", hidden=64, heads=2, kv_heads=1, layers=3, seed=3)
-    lm = CachedLM(model, captured_layers=(FINAL,))
-    forward = lm.forward_pass
-    assert isinstance(forward, LeanForward)
-    if not in_cpp:
-        for layer in forward.layers:
-            monkeypatch.setattr(layer, "few_rows", None)
-        forward.refresh()
+    lm, forward = lean(model, in_cpp, monkeypatch)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCAB, (4, 40), generator=generator)
     contexts = Contexts.of(ids[:2, :9].tolist(), 48)

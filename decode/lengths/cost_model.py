@@ -108,14 +108,13 @@ class CostModel(Policy):
 
     def depths(self) -> np.ndarray:
         self._passes.rows = self.rows
-        unknown = self._unknown()
-        depth = best = self._best() if unknown is None else unknown
-        lost = 0.0 if unknown is not None else self._lost()
-        if lost > 0:
-            depth = 0
-        self._asks = unknown is not None or not depth
-        if unknown is None and not depth and lost < float("inf"):
-            depth = self._probe() * max(best, 1)
+        depth = self._unknown()
+        self._asks = depth is not None
+        if depth is None:
+            depth, lost = self._best(), self._lost()
+            self._asks = lost > 0 or not depth
+            if self._asks:
+                depth = 0 if lost == float("inf") else self._probe(lost) * max(depth, 1)
         return np.full(self.rows, depth)
 
     def _unknown(self) -> int | None:
@@ -155,13 +154,13 @@ class CostModel(Policy):
         passes = self._passes(self.rows + np.arange(2))
         return 0.0 if passes is None else self._rate * float(passes[1] - passes[0])
 
-    def _probe(self) -> int:
-        """1 if a draft is due although none pays, or none did lately, else 0."""
+    def _probe(self, lost: float) -> int:
+        """1 if a draft is due although none pays, or none did lately, else 0. lost: see `_lost`."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
         plain, step = self._seconds()[:2]
         token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
         cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
-        loss = max(cost / plain - _tokens(self._acceptance())[1], self._lost())
+        loss = max(cost / plain - _tokens(self._acceptance())[1], lost)
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         interval = min(loss / self.probe_share, rarest)
         return int(self._hopeful or self._waited >= interval)
@@ -296,16 +295,14 @@ class _PassTimes:
         self._known: dict[int, float] = {}  # measured before
         self._once: dict[int, float] = {}  # seen once; a cold or disturbed pass is slow
         self._seen: set[int] = set()
-        self._most = 0  # tokens of a pass
         self._lines: dict[int, _Line] = {}
 
     def know(self, tokens: int, seconds: float) -> None:
         self._known[tokens] = max(seconds, INSTANT)
         self._seen.add(tokens)
-        self._most = max(self._most, tokens)
 
     def known_beyond(self, tokens: int) -> bool:
-        return self._most > tokens
+        return max(self._seen, default=0) > tokens
 
     def see(self, tokens: int, seconds: float) -> None:
         seconds = max(seconds, INSTANT)
@@ -316,7 +313,7 @@ class _PassTimes:
             seconds = min(seconds, self._once.pop(tokens))
             self.know(tokens, seconds)
         self._line().see(tokens, seconds)
-        self._most = max(self._most, tokens)
+        self._seen.add(tokens)
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray | None:
         """float64, same shape as `tokens`: seconds; None while nothing is known."""

@@ -78,7 +78,7 @@ class Diagnosis:
     gamma: int
     alone: DraftCounts
     together: dict[int, DraftCounts]
-    by_length: list["OfLength"]
+    by_length: list[OfLength]
     template: str | None = None
 
     @property
