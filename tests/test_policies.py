@@ -715,6 +715,20 @@ def test_drafters_that_are_asked_in_turn_are_corrected_apart() -> None:
     assert both._graded[1].sum((1, 2)).astype(bool).tolist() == [True, True, False]
 
 
+def test_where_heads_end_the_deeper_nodes_of_lookup_are_no_nodes_of_theirs() -> None:
+    """Eight rows: lookup finds three tokens for one of them, and heads end after their first."""
+    policy = worth(CURVES["flat"], c=0.3, rows=8)
+    for _ in range(3):
+        policy.depths()
+        policy._asks = False
+        assert not policy.grows(1, torch.full((8, 1), 0.01), None, 1)
+        draft = said(np.full((8, 3), 0.9))
+        draft.sources, sizes = np.array([0] + [1] * 7), np.array([3] + [1] * 7)
+        draft.cut(sizes)
+        judged(policy, draft, np.ones((8, 3), dtype=bool), curve=CURVES["flat"])
+    assert policy._nodes().max() <= 1
+
+
 def test_drafts_grow_while_another_level_is_worth_its_time() -> None:
     """The more rows may still accept something, the sooner it is."""
     policy = worth(CURVES["flat"], c=0.3, rows=2)

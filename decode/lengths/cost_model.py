@@ -217,7 +217,9 @@ class CostModel(Policy):
         self._tried += tried.sum(0)
         self._accepted += (tried & (accepted[:, None] > positions)).sum(0)
         self._allowed += allowed.sum(0)
-        self._fed[: len(fed)] += fed
+        # Another drafter may have gone deeper than the one that ended.
+        count = min(len(fed), self._ended)
+        self._fed[:count] += fed[:count]
         if timed:
             self._see_draft(verification.draft_s + more, verification.draft_steps)
         # The first draft after a rest reads what it missed. Those after it go on if they pay.
