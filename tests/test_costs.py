@@ -235,6 +235,13 @@ def test_the_drafters_pass_over_the_prompt_is_no_draft_step(
     # A text without a draft costs the drafter nothing.
     idle = Decoder(target.model, drafter, policy=ByBatch({1: 0, 2: 2}))
     assert idle.decode([PROMPTS[0]], 6).timing.draft_prefill == 0
+    # Nor is a row that joins, while the drafter rests beside it.
+    resting = Decoding(Decoder(target.model, drafter, policy=ByBatch({1: 2, 2: 0})), [PROMPT], 9)
+    resting.step()
+    read = resting.clock.timing.draft_prefill
+    resting.admit([PROMPTS[0]], 2)
+    resting.step()
+    assert resting.clock.timing.draft_prefill == read > 0
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_rows_that_could_not_join_leave_their_stops(monkeypatch: pytest.MonkeyPa
     decoding = Decoding(which, [[5, 6, 7]], NEW)
     decoding.step()
     with monkeypatch.context() as patch:
-        patch.setattr(which.drafter, "prefill", Mock(side_effect=RuntimeError("no memory")))
+        patch.setattr(which.drafter, "add_rows", Mock(side_effect=RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             decoding.admit([[8, 9]], NEW)
     assert set(stop._texts) == {0}

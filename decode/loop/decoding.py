@@ -225,8 +225,6 @@ class Decoding(RunningRows):
             self._join(new, verification)
             self.clock.mark("draft_prefill")
             self.retire(verification, first)
-            if self._drafted and len(self.rows) > first:
-                setup.drafter.prefill(self.rows.contexts, first)
         except BaseException:
             self._part_again(first)
             raise
@@ -245,10 +243,11 @@ class Decoding(RunningRows):
                 joins = old.none(len(new)) if features is None else features.last()
                 self._features = old.joined(joins)
         else:
-            self.rows, self._features, self._drafted = new, features, False
+            self.rows, self._features = new, features
             setup.drafter.start(new.contexts)
             setup.drafter.observe(verification)
             setup.policy.start(len(new))
+        self._unread = np.append(self._unread, np.ones(len(new), dtype=bool))
 
     def _part_again(self, first: int) -> None:
         """After an error while rows joined: the rows from `first` on leave. The drafter may know
@@ -256,6 +255,7 @@ class Decoding(RunningRows):
         stays, waiting = np.arange(first), len(self.rows) + np.arange(self._waiting.count)
         self.rows.leave(np.arange(len(self.rows)) >= first)
         self.rows.keep(stays)
+        self._unread = self._unread[:first]
         self.setup.lm.keep_rows(np.append(stays, waiting))
         if first:
             self.set(drafter=self.setup.drafter)
@@ -313,7 +313,7 @@ class Decoding(RunningRows):
         if len(rows):
             parts.policy.start(len(rows))
             if fresh:
-                self._features, self._drafted = features, False
+                self._features, self._unread = features, np.ones(len(rows), dtype=bool)
         setup.use(parts)
         self.clock.mark("draft_prefill")
 
