@@ -530,6 +530,22 @@ def test_a_good_drafter_is_used_in_each_text(
     assert max(found[1:]) < 0.8
 
 
+@by_costs
+def test_a_drafter_of_unknown_cost_drafts_rarely_beside_prompts(kind: type[CostModel]) -> None:
+    """Passes that read prompts too tell no cost, so no draft there finds out what one costs."""
+    policy = kind(4)
+    policy.start(2)
+    policy.observe(step([0, 0], [0, 0], pass_s=PLAIN))
+    policy.observe(step([0, 0], [0, 0], pass_s=PLAIN))
+    drafts = 0
+    for _ in range(200):
+        told = step(policy.depths().tolist(), [0, 0], pass_s=3 * PLAIN)
+        told.fed_beside = 64
+        policy.observe(told)
+        drafts += bool(told.depths.any())
+    assert 5 < drafts < 15
+
+
 def test_one_disturbed_pass_is_not_believed() -> None:
     policy = CostModel(4)
     simulate(policy, lambda _: 0.9, 100, c=0.1)

@@ -78,6 +78,7 @@ class CostModel(Policy):
         self._brought: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
         self._drafts = _DraftTimes()  # without text to catch up on
         self._unasked = 2  # further drafts of two tokens, to see a second depth
+        self._vain = 0  # drafts in passes that read prompts too, which tell no cost
         self._probe_s: float | None = None  # of drafting a probe, catching up included
         # By depth: drafts that were allowed to go so deep, and nodes that were fed for them.
         self._allowed, self._fed = np.zeros((2, max_depth))
@@ -122,7 +123,7 @@ class CostModel(Policy):
         if self._passes(np.array([self.rows])) is None:
             return 0  # first, the cost of a plain step
         if not self._drafts.known or not self._passes.known_beyond(self.rows):
-            return 1
+            return int(self._vain < FEW or self._waited >= self.patience)
         if len(self._drafts.known) == 1 and self.max_depth > 1 and self._unasked:
             self._unasked -= 1
             return 2
@@ -196,6 +197,7 @@ class CostModel(Policy):
         more = self._see_pass(verification) if timed else 0.0
         plain = self._passes(np.array([self.rows]))
         asks, pays = bool(verification.depths.any()), True
+        self._vain += asks and bool(verification.fed_beside)
         if plain is not None and not verification.fed_beside and not (self._new_text and asks):
             took = verification.draft_s + verification.verify_s + verification.overhead_s
             took = min(took / float(plain[0]), LONGEST)
