@@ -113,6 +113,8 @@ class SlotLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         window = self.window
         for cache, new in ((self.keys, key_states), (self.values, value_states)):
+            if not new.shape[3]:  # kept hidden states have no values
+                continue
             if window.begin is not None:
                 cache[window.rows, :, window.begin : window.begin + new.shape[2]] = new
             else:
