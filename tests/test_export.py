@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -370,9 +371,13 @@ def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) 
         "prompts": 7, "gamma": 2, "dtype": "bfloat16", "timed_prompts": 4,
         "speedup": {"value": 1.2, "low": 1.1, "high": 1.3},
     }  # fmt: skip
-    (run / "evaluations" / "03-distill").mkdir(parents=True)
-    record = {"stage": "distill", "drafter": "small_lm", "evaluation": evaluation}
-    (run / "evaluations" / "03-distill" / "evaluation.json").write_text(json.dumps(record), "utf-8")
+    # Of two, as earlier versions left them, the newer one counts, whatever its number is.
+    for number, shown in (("01", evaluation | {"prompts": 1}), ("03", evaluation)):
+        path = run / "evaluations" / f"{number}-distill" / "evaluation.json"
+        path.parent.mkdir(parents=True)
+        record = {"stage": "distill", "drafter": "small_lm", "evaluation": shown}
+        path.write_text(json.dumps(record), "utf-8")
+        os.utime(path, (int(number), int(number)))
     write_run(run, tmp_path)
     licences = {"licence": "MIT", "data_licence": "ours"}
     export_drafter(

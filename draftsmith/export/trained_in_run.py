@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.export.trained_drafter import TrainedDrafter, public_name, without_directories
+from train.base.run_files import EVALUATION, read_record, stored_rows
 
 
 def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
@@ -16,12 +17,8 @@ def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     run = _run_of(path)
     if run is None:
         return None
-    name = _stage_name(path.resolve().parent)
-    for file in sorted((run / "evaluations").glob("*/evaluation.json")):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
-            return record["evaluation"]
-    return None
+    row = stored_rows(run).get((_stage_name(path.resolve().parent), drafter.kind))
+    return row and read_record(row / EVALUATION)["evaluation"]
 
 
 def training_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
