@@ -444,6 +444,13 @@ def test_a_drafter_that_becomes_good_is_used_within_64_tokens(
 
 
 @by_costs
+def test_a_drafter_that_is_slow_to_catch_up_is_tried_again(kind: type[CostModel]) -> None:
+    """What it missed costs more a token than probes may cost."""
+    taken, _ = simulate(kind(2), lambda _: 0.0, 8_000, c=2.0)
+    assert 3 <= sum(gamma > 0 for at, gamma, _ in taken if at > 3_000) <= 5
+
+
+@by_costs
 def test_a_drafter_that_becomes_useless_is_dropped(kind: type[CostModel]) -> None:
     c = 0.1
     taken, _ = simulate(kind(8), lambda at: 0.95 * (at < 200), 456, c=c)

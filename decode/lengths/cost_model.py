@@ -19,6 +19,7 @@ FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
 # after one more of its kind.
 ENOUGH, FEW, BROUGHT = 6, 3, 0.95
 LONGEST = 4.0  # plain steps; other work delayed a step that took longer
+RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
 # Of the passes after the early ones, times are read in one of so many: a policy takes time too.
 EARLY, READ = 32, 3
 
@@ -40,7 +41,8 @@ class CostModel(Policy):
     error higher, as bandits choose. It also drafts an occasional probe: a draft of one token.
     Probes are rare enough that a useless drafter costs about `probe_share` of plain decoding. But
     there is at least one every `patience` tokens, unless a single probe costs more than
-    1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a probe
+    1.3 · patience · probe_share plain steps: then the cost limit has priority, up to 64 times as
+    many tokens. The cost of a probe
     includes feeding the drafter the text since its last draft, but not its pass over the prompt
     before its first draft. After a successful probe the next one follows at once. So few tokens
     pass until a drafter that has become good is used again.
@@ -162,7 +164,9 @@ class CostModel(Policy):
         token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
         cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
         loss = max(cost / plain - _tokens(self._acceptance())[1], lost)
-        rarest = max(self.patience, loss / (1.3 * self.probe_share))
+        # What a probe reads grows with the wait, so a longer wait may never be long enough.
+        needed = min(loss / (1.3 * self.probe_share), RAREST * self.patience)
+        rarest = max(self.patience, needed)
         interval = min(loss / self.probe_share, rarest)
         return int(self._hopeful or self._waited >= interval)
 
