@@ -18,7 +18,7 @@ def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     if run is None:
         return None
     row = stored_rows(run).get((_stage_name(path.resolve().parent), drafter.kind))
-    return row and read_record(row / EVALUATION)["evaluation"]
+    return read_record(row / EVALUATION)["evaluation"] if row is not None else None
 
 
 def training_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:

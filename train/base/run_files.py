@@ -49,8 +49,8 @@ def read_record(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}). Restore it from a copy, or start the run again under "
-            "another name."
+            f"{path} cannot be read ({error}). Restore it from a copy, or start the run again "
+            "under another name."
         ) from error
 
 
