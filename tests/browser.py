@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import sync_playwright
 
-from benchmarks.serve.page import find_browser
 from decode.base.errors import UserError
 from tests.export import require_environment
+from tools.page_picture import find_browser
 
 HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
 

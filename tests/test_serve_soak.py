@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks.serve.client import ask, read_metrics
 from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
-from benchmarks.serve.soak import Texts, soak
 from decode.text_stream import decode
 from draftsmith.net.listen import bind
 from tests.service import alone, until
 from tests.tiny import save_tiny, tiny_target
+from tools.soak import Texts, soak
 
 pytestmark = pytest.mark.slow
 

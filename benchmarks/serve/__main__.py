@@ -3,7 +3,6 @@
     python -m benchmarks.serve [--quick] [--json FILE] [--plot FILE] [--target T] [--drafter D]
                                [--gamma N] [--policy P] [--dtype D] [--device D]
                                [--prompts FILE] [--clients N …] [--others NAMES]
-                               [--soak SECONDS]
 
 Each service is a process of its own, and clients send requests over HTTP, each the next one when it
 has its answer. All requests are greedy and go on to the same number of tokens. The contestants take
@@ -21,10 +20,6 @@ its system message. Contestants:
 If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
 are of tokens a second, ours over theirs: above 1 we are faster. Nothing else may compute on the
 machine: loops in the benchmark's own process lose much more time to it than services do.
-
-`--soak SECONDS` measures nothing. Many clients send everything that clients send, hang up and come
-again (`benchmarks.serve.soak`), to a service in float32. The exit status is 1 if an answer, a
-status, a counter, a thread, a file or a row is not as it should be.
 """
 
 import os
@@ -33,7 +28,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -72,15 +66,11 @@ from benchmarks.serve.contestants import (
     transformers_command,
 )
 from benchmarks.serve.process import ServiceProcess, serve_command
-from benchmarks.serve.soak import Soak, soak
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.drafters import DRAFTERS
-from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.settings import DecodeSettings
 from decode.text import prompt_ids
-from decode.text_stream import decode
 from draftsmith.export.formats.gguf_layout import FILE
 from train.base.console import Reporter
 from train.data.read import Example, read_examples, spread
@@ -99,10 +89,8 @@ def main(
     target: TargetOption = TARGET,
     drafter: Annotated[str, typer.Option(help="a directory, ngram, or none")] = "ngram",
     gamma: Annotated[int, typer.Option(min=1, help="depth of drafts")] = 4,
-    policy: Annotated[
-        str, typer.Option(help="as for `serve`; a soak compares seeds, so it has fixed")
-    ] = "worth",
-    dtype: Annotated[str, typer.Option(help="of all models; a soak has float32")] = "bfloat16",
+    policy: Annotated[str, typer.Option(help="as for `serve`")] = "worth",
+    dtype: Annotated[str, typer.Option(help="of all models")] = "bfloat16",
     device: DeviceOption = "auto",
     prompts: PromptsOption = PROMPTS / "dev.jsonl",
     clients: Annotated[list[int] | None, typer.Option(help="clients at once; repeat it")] = None,
@@ -110,21 +98,14 @@ def main(
         str,
         typer.Option(help="begin the names of other contestants: transformers, generate, llama"),
     ] = "transformers,generate,llama",
-    soak_seconds: Annotated[
-        float | None, typer.Option("--soak", help="soak the service for so many seconds instead")
-    ] = None,
-    default_requests: Annotated[
-        int, typer.Option(min=0, help="after a soak, send so many requests that name no length")
-    ] = 0,
 ) -> None:
-    """Measure the service beside others, or soak it."""
+    """Measure the service beside others."""
     if clients is not None and min(clients) < 1:
         raise UserError(f"--clients is {min(clients)}; expected at least 1")
     reporter = start_benchmark()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the services end with the benchmark
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # services have as many
     examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
-    dtype, policy = (dtype, policy) if soak_seconds is None else ("float32", "fixed")
     loaded = load_target(target, dtype=dtype, device=device)
     options = ["--dtype", dtype, "--device", str(loaded.device)]
     options += ["--gamma", str(gamma), "--policy", policy]
@@ -139,50 +120,37 @@ def main(
             "policy": policy,
         },
     }
-    if soak_seconds is not None:
-        count = max(clients or CLIENTS)
-        result = soak_service(
-            loaded, drafter, options, examples, soak_seconds, count, default_requests
+    counts = sorted(set(clients or CLIENTS))
+    settings = DecodeSettings(gamma=gamma, policy=policy)
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
+        contestants, unable, broken = enter_contestants(
+            *(loaded, drafter, options, settings, Path(directory), stack, max(counts)),
+            [n for n in NAMES if n not in OURS and n.startswith(tuple(others.split(",")))],
         )
-        report_soak(result, reporter)
-        # `asdict` makes no Counter of a Counter.
-        said = {**asdict(result), "statuses": dict(result.statuses)}
-        figures["soak"] = {**said, "growth": result.growth}
-    else:
-        counts = sorted(set(clients or CLIENTS))
-        settings = DecodeSettings(gamma=gamma, policy=policy)
-        with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
-            contestants, unable, broken = enter_contestants(
-                *(loaded, drafter, options, settings, Path(directory), stack, max(counts)),
-                [n for n in NAMES if n not in OURS and n.startswith(tuple(others.split(",")))],
-            )
-            turns = hold_turns(contestants, loaded, examples, counts, broken, reporter, quick=quick)
-        unable |= broken
-        for name, reason in unable.items():
-            reporter.say(f"not available: {NAMES[name]}: {reason}")
-        figures |= {
-            "ratios": ratios(turns),
-            "unable": unable,
-            "contests": [
-                {
-                    "clients": count,
-                    "contestants": {name: summary(taken) for name, taken in by.items()},
-                }
-                for count, by in turns.items()
-            ],
-        }
-        ratio_rows = [{"what": k, "ratio": f"{v:.2f}"} for k, v in figures["ratios"].items()]
-        reporter.table(rows_table("ratios of tokens a second, ours over theirs", ratio_rows))
-        if plot is not None:
-            plot_turns(turns, plot)
+        turns = hold_turns(contestants, loaded, examples, counts, broken, reporter, quick=quick)
+    unable |= broken
+    for name, reason in unable.items():
+        reporter.say(f"not available: {NAMES[name]}: {reason}")
+    figures |= {
+        "ratios": ratios(turns),
+        "unable": unable,
+        "contests": [
+            {
+                "clients": count,
+                "contestants": {name: summary(taken) for name, taken in by.items()},
+            }
+            for count, by in turns.items()
+        ],
+    }
+    ratio_rows = [{"what": k, "ratio": f"{v:.2f}"} for k, v in figures["ratios"].items()]
+    reporter.table(rows_table("ratios of tokens a second, ours over theirs", ratio_rows))
+    if plot is not None:
+        plot_turns(turns, plot)
     machine = describe_machine(PACKAGES)
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if json_file is not None:
         write_json(json_file, {**figures, "process": machine})
-    if soak_seconds is not None and result.faults:
-        raise typer.Exit(1)
-    if soak_seconds is None:
-        end_benchmark({NAMES[name]: how for name, how in broken.items()})
+    end_benchmark({NAMES[name]: how for name, how in broken.items()})
 
 
 def enter_contestants(
@@ -392,52 +360,6 @@ def plot_turns(turns: Turns, file: Path) -> None:
         panel.set_ylabel(label)
     speed.legend(fontsize=7)
     save_figure(figure, file)
-
-
-def soak_service(
-    target: Target,
-    drafter: str,
-    options: Sequence[str],
-    examples: Sequence[Example],
-    seconds: float,
-    clients: int,
-    defaults: int,
-) -> Soak:
-    """Soak a service that has fewer rows than clients. The texts that greedy answers must have are
-    those of plain decoding here."""
-    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
-    limits = (4, 24)
-    texts = {}
-    for example in spread(examples, 6):
-        prompt = numbered(str(example.prompt), target)
-        tokens = decoder.decode([prompt.ids], max(limits)).outputs[0]
-        for limit in limits:
-            texts[str(example.prompt), limit] = decode(target.tokenizer, tokens[:limit])
-    rows = ["--limits", f"max_rows={max(1, clients // 2)},max_waiting={clients}"]
-    command = serve_command(target.name, drafter, *options, *rows)
-    with ServiceProcess(command) as service:
-        service.warm_up()
-        how: Any = {"seconds": seconds, "clients": clients, "defaults": defaults}
-        return soak(service.url, service.process, texts, **how)
-
-
-def report_soak(result: Soak, reporter: Reporter) -> None:
-    reporter.say(
-        f"{result.clients} clients for {result.seconds:.0f} s; statuses {dict(result.statuses)}; "
-        f"{result.tokens} tokens; {result.hung_up} hung up; texts as alone: "
-        f"{result.same_as_alone}, as before with their seed: {result.same_as_before}, of them "
-        f"from the idle service: {result.same_again}"
-    )
-    reporter.say(
-        f"after each round: MiB {[round(size) for size in result.resident]} (grown by "
-        f"{result.growth:.1f}), threads {result.threads}, open files {result.files}"
-    )
-    if result.default_requests is not None:
-        before, after = result.default_requests
-        reporter.say(f"requests that name no length: {before:.0f} MiB before, {after:.0f} after")
-    for fault in result.faults:
-        reporter.say(f"FAULT {fault}")
-    reporter.say(f"faults: {len(result.faults)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A picture of the page of `draftsmith serve`, with an answer of the embedded target.
 
-    python -m benchmarks.serve.page --drafter DIR --out docs/serving_page.png
+    python -m tools.page_picture --drafter DIR --out docs/serving_page.png
 
 Needs the extras serve and benchmarks, and a Chromium or Chrome.
 """

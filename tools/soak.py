@@ -1,17 +1,42 @@
-"""Many clients at once for a while, with everything that clients do, and then: is anything left?"""
+"""Many clients at once for a while, with everything that clients do, and then: is anything left?
+
+    python -m tools.soak [--seconds S] [--clients N] [--target T] [--drafter D] [--gamma N]
+                         [--device D] [--prompts FILE] [--default-requests N] [--json FILE]
+
+They send everything that clients send, hang up and come again, to a service in float32. The exit
+status is 1 if an answer, a status, a counter, a thread, a file or a row is not as it should be.
+"""
 
 import http.client
 import json
+import os
 import random
+import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
 
 import psutil
+import torch
+import typer
 
+import heads.kinds  # noqa: F401  (registers its drafters)
+from benchmarks.common import (
+    PROMPTS,
+    TARGET,
+    DeviceOption,
+    JsonOption,
+    PromptsOption,
+    TargetOption,
+    describe_machine,
+    run_command,
+    start_benchmark,
+    write_json,
+)
 from benchmarks.serve.client import (
     CHAT,
     COMPLETIONS,
@@ -21,7 +46,14 @@ from benchmarks.serve.client import (
     ask,
     read_metrics,
 )
-from benchmarks.serve.process import MODEL
+from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
+from decode.drafters import DRAFTERS
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target, load_target
+from decode.text import prompt_ids
+from decode.text_stream import decode
+from train.base.console import Reporter
+from train.data.read import Example, read_examples, spread
 
 # (prompt, limit in tokens) → the greedy text that the decode gives alone.
 Texts = Mapping[tuple[str, int], str]
@@ -352,3 +384,85 @@ def _until(condition: Callable[[], bool], seconds: float = IDLE_SECONDS) -> bool
             return False
         time.sleep(0.02)
     return True
+
+
+def soak_service(
+    target: Target,
+    drafter: str,
+    options: Sequence[str],
+    examples: Sequence[Example],
+    seconds: float,
+    clients: int,
+    defaults: int,
+) -> Soak:
+    """Soak a service that has fewer rows than clients. The texts that greedy answers must have are
+    those of plain decoding here."""
+    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    limits = (4, 24)
+    texts = {}
+    for example in spread(examples, 6):
+        prompt = str(example.prompt)
+        ids = prompt_ids([{"role": "user", "content": prompt}], target.tokenizer)
+        tokens = decoder.decode([ids], max(limits)).outputs[0]
+        for limit in limits:
+            texts[prompt, limit] = decode(target.tokenizer, tokens[:limit])
+    rows = ["--limits", f"max_rows={max(1, clients // 2)},max_waiting={clients}"]
+    with ServiceProcess(serve_command(target.name, drafter, *options, *rows)) as service:
+        service.warm_up()
+        how: Any = {"seconds": seconds, "clients": clients, "defaults": defaults}
+        return soak(service.url, service.process, texts, **how)
+
+
+def report_soak(result: Soak, reporter: Reporter) -> None:
+    reporter.say(
+        f"{result.clients} clients for {result.seconds:.0f} s; statuses {dict(result.statuses)}; "
+        f"{result.tokens} tokens; {result.hung_up} hung up; texts as alone: "
+        f"{result.same_as_alone}, as before with their seed: {result.same_as_before}, of them "
+        f"from the idle service: {result.same_again}"
+    )
+    reporter.say(
+        f"after each round: MiB {[round(size) for size in result.resident]} (grown by "
+        f"{result.growth:.1f}), threads {result.threads}, open files {result.files}"
+    )
+    if result.default_requests is not None:
+        before, after = result.default_requests
+        reporter.say(f"requests that name no length: {before:.0f} MiB before, {after:.0f} after")
+    for fault in result.faults:
+        reporter.say(f"FAULT {fault}")
+    reporter.say(f"faults: {len(result.faults)}")
+
+
+def main(
+    seconds: Annotated[float, typer.Option(help="how long")] = 120.0,
+    clients: Annotated[int, typer.Option(min=1, help="clients at once")] = 16,
+    target: TargetOption = TARGET,
+    drafter: Annotated[str, typer.Option(help="a directory, ngram, or none")] = "ngram",
+    gamma: Annotated[int, typer.Option(min=1, help="depth of drafts")] = 4,
+    device: DeviceOption = "auto",
+    prompts: PromptsOption = PROMPTS / "dev.jsonl",
+    default_requests: Annotated[
+        int, typer.Option(min=0, help="at the end, send so many requests that name no length")
+    ] = 0,
+    json_file: JsonOption = None,
+) -> None:
+    """Soak the service with clients that do everything."""
+    reporter = start_benchmark()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the service ends with this
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # the service has as many
+    examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
+    loaded = load_target(target, dtype="float32", device=device)
+    # The texts of seeds are compared, so drafts do not depend on times.
+    options = ["--dtype", "float32", "--device", str(loaded.device)]
+    options += ["--gamma", str(gamma), "--policy", "fixed"]
+    result = soak_service(loaded, drafter, options, examples, seconds, clients, default_requests)
+    report_soak(result, reporter)
+    if json_file is not None:
+        # `asdict` makes no Counter of a Counter.
+        said = {**asdict(result), "statuses": dict(result.statuses), "growth": result.growth}
+        write_json(json_file, {"soak": said, "process": describe_machine()})
+    if result.faults:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)
