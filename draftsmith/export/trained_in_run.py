@@ -18,7 +18,7 @@ def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     if run is None:
         return None
     row = stored_rows(run).get((_stage_name(path.resolve().parent), drafter.kind))
-    return read_record(row / EVALUATION)["evaluation"] if row is not None else None
+    return None if row is None else read_record(row / EVALUATION)["evaluation"]
 
 
 def training_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
