@@ -41,11 +41,10 @@ class CostModel(Policy):
     error higher, as bandits choose. It also drafts an occasional probe: a draft of one token.
     Probes are rare enough that a useless drafter costs about `probe_share` of plain decoding. But
     there is at least one every `patience` tokens, unless a single probe costs more than
-    1.3 · patience · probe_share plain steps: then the cost limit has priority, up to 64 times as
-    many tokens. The cost of a probe
-    includes feeding the drafter the text since its last draft, but not its pass over the prompt
-    before its first draft. After a successful probe the next one follows at once. So few tokens
-    pass until a drafter that has become good is used again.
+    1.3 · patience · probe_share plain steps: then the cost limit has priority, up to 64 · patience
+    tokens. The cost of a probe includes feeding the drafter the text since its last draft, but not
+    its pass over the prompt before its first draft. After a successful probe the next one follows
+    at once. So few tokens pass until a drafter that has become good is used again.
 
     What drafts brought is compared with what steps without brought, by the size of the batch. If
     they lost, for a reason that no cost or acceptance says, drafts are as rare as probes, and as
@@ -164,9 +163,9 @@ class CostModel(Policy):
         token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
         cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
         loss = max(cost / plain - _tokens(self._acceptance())[1], lost)
+        rarest = max(self.patience, loss / (1.3 * self.probe_share))
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
-        needed = min(loss / (1.3 * self.probe_share), RAREST * self.patience)
-        rarest = max(self.patience, needed)
+        rarest = min(rarest, RAREST * self.patience)
         interval = min(loss / self.probe_share, rarest)
         return int(self._hopeful or self._waited >= interval)
 

@@ -247,7 +247,6 @@ class Decoding(RunningRows):
             setup.drafter.start(new.contexts)
             setup.drafter.observe(verification)
             setup.policy.start(len(new))
-        self._unread = np.append(self._unread, np.ones(len(new), dtype=bool))
 
     def _part_again(self, first: int) -> None:
         """After an error while rows joined: the rows from `first` on leave. The drafter may know
@@ -255,7 +254,6 @@ class Decoding(RunningRows):
         stays, waiting = np.arange(first), len(self.rows) + np.arange(self._waiting.count)
         self.rows.leave(np.arange(len(self.rows)) >= first)
         self.rows.keep(stays)
-        self._unread = self._unread[:first]
         self.setup.lm.keep_rows(np.append(stays, waiting))
         if first:
             self.set(drafter=self.setup.drafter)
@@ -313,7 +311,7 @@ class Decoding(RunningRows):
         if len(rows):
             parts.policy.start(len(rows))
             if fresh:
-                self._features, self._unread = features, np.ones(len(rows), dtype=bool)
+                self._features, rows.unread[:] = features, True
         setup.use(parts)
         self.clock.mark("draft_prefill")
 

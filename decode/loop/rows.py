@@ -61,8 +61,9 @@ class Rows:
 
     numbers: int [B], the number of each row in its decode. A number is never used again.
     contexts: the committed texts. ends: int [B], the largest length of each text. reach: int [B],
-    the length up to which each text has memory now. rng: the random numbers. settings: all settings
-    in use. kinds: int [B], which of them a row has.
+    the length up to which each text has memory now. unread: bool [B], the rows whose texts the
+    drafter never read. rng: the random numbers. settings: all settings in use. kinds: int [B],
+    which of them a row has.
 
     From the settings: sampling, draft_sampling: those of all rows, as one object. ignore_eos: bool
     [B]. stop_ids: int64 [B, n], the ids that end a text besides EOS ids, filled up with −1.
@@ -81,7 +82,7 @@ class Rows:
         reach: np.ndarray,
     ) -> None:
         self.numbers, self.contexts, self.ends, self.rng = numbers, contexts, ends, rng
-        self.reach = reach
+        self.reach, self.unread = reach, np.ones(len(numbers), dtype=bool)
         self._settle(list(settings), kinds)
 
     @classmethod
@@ -115,6 +116,7 @@ class Rows:
         self.numbers = np.concatenate([self.numbers, new.numbers])
         self.ends = np.concatenate([self.ends, new.ends])
         self.reach = np.concatenate([self.reach, new.reach])
+        self.unread = np.concatenate([self.unread, new.unread])
         # A new object: the last verification still refers to the old one.
         both = replace(self.contexts)
         both.add_rows(new.contexts)
@@ -139,7 +141,7 @@ class Rows:
     def keep(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'], in this order."""
         self.numbers, self.ends = self.numbers[rows], self.ends[rows]
-        self.reach = self.reach[rows]
+        self.reach, self.unread = self.reach[rows], self.unread[rows]
         self.contexts.keep_rows(rows)
         self.rng.keep_rows(rows)
         used, kinds = np.unique(self.kinds[rows], return_inverse=True)

@@ -63,7 +63,6 @@ class RunningRows:
         self._waiting = WaitingRows(setup)
         self._features: Features | None = None  # the hidden states of the last pass
         self._passes = 0  # verification passes, without prefills
-        self._unread = np.zeros(0, dtype=bool)  # [B], the rows whose texts the drafter never read
         self._failed = False  # the drafter, in this pass
         if setup.stop:
             setup.stop.start()
@@ -137,7 +136,7 @@ class RunningRows:
         setup, waiting = self.setup, self._waiting.readings
         if len(self.rows) or waiting:
             self._features = start_drafter(setup, self.rows, setup.parts, True, waiting)
-            self._unread = np.ones(len(self.rows), dtype=bool)
+            self.rows.unread[:] = True
 
     @property
     def reads_beside(self) -> bool:
@@ -238,11 +237,12 @@ class RunningRows:
 
     def _ask_drafter(self, depths: np.ndarray) -> Draft:
         setup = self.setup
-        if self._unread.any():
+        unread = self.rows.unread
+        if unread.any():
             # Not earlier: a policy may decode a complete text without a draft.
-            setup.drafter.prefill(self.rows.contexts, int(self._unread.argmax()))
+            setup.drafter.prefill(self.rows.contexts, int(unread.argmax()))
             self.clock.mark("draft_prefill")
-            self._unread[:] = False
+            unread[:] = False
         policy = setup.policy
         stops = policy.stops if policy.watches else None
         grows = policy.grows if policy.weighs else None
@@ -329,7 +329,6 @@ class RunningRows:
             setup.prefixes.remember(setup.lm, self.rows.contexts, left)
         waiting = len(stays) + np.arange(self._waiting.count)
         self.rows.keep(kept)
-        self._unread = self._unread[kept]
         setup.lm.keep_rows(np.append(kept, waiting))
         if len(kept):
             if not self._failed:  # else it begins anew with the rows that are left
