@@ -2,7 +2,7 @@
 
     python -m benchmarks.forecast [--quick] [--json FILE] [--runs DIR] [--target T] [--kind NAME …]
                                   [--minutes N] [--data FILE] [--rows N] [--trainings N]
-                                  [--draft-vocabulary N]
+                                  [--draft-vocabulary N] [--layer N …]
 
 Each training has rows of its own: the first N of the prompts, then the next. Rows after those of
 all trainings are the test prompts. A forecast is made from small parts of a training's rows; then
@@ -51,7 +51,10 @@ HEADS: dict[str, dict[str, Any]] = {
     "dflash": {"layers": 2, "block": 4},
 }
 EPOCHS = {"small_lm": 8, "medusa": 6, "eagle1": 8, "eagle3": 8, "dflash": 12}
-READ_LAYERS = {"eagle3", "dflash"}  # read outputs of three layers of the target
+READ_LAYERS = {
+    "eagle3": "captured_layers",
+    "dflash": "taps",
+}  # kind: the setting for those it reads
 TESTED = 84  # test prompts
 LENGTH = 128  # tokens of the texts that steps are timed on
 FIGURES = ("tokens_per_step", "speedup")
@@ -68,6 +71,10 @@ def main(
     rows: Annotated[int, typer.Option(min=1, help="of a training")] = 240,
     trainings: Annotated[int, typer.Option(min=1, help="each on rows of its own")] = 1,
     draft_vocabulary: Annotated[int, typer.Option(min=1, help="tokens that are drafted")] = 8000,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(help="whose output eagle3 and dflash read; without it EAGLE-3's usual three"),
+    ] = None,
 ) -> None:
     """Forecast, train, and say how often the interval held."""
     reporter, kinds = start_benchmark(), kind or ["medusa", "eagle1"]
@@ -81,7 +88,7 @@ def main(
         name = f"forecast-{data.stem}-{target.replace('/', '-').replace(':', '-')}-{rows}-{number}"
         file = (runs / f"{name}.jsonl").absolute()
         write_file(file, "".join(lines[number * rows : (number + 1) * rows]))
-        stages = _stages(kinds, draft_vocabulary, target, quick)
+        stages = _stages(kinds, draft_vocabulary, _read_layers(kinds, layer, target), quick)
         values = _config(name, runs, target, stages, [file, test], quick)
         config = validate_config(values, base_dir=PROMPTS)
         said = forecast(
@@ -115,24 +122,32 @@ def _lines(data: Path, count: int) -> list[str]:
     return lines
 
 
+def _read_layers(kinds: Sequence[str], named: Sequence[int] | None, target: str) -> list[int]:
+    """The layers of the target that EAGLE-3 and DFlash read; none if no such kind is trained."""
+    if READ_LAYERS.keys().isdisjoint(kinds):
+        return []
+    if named:
+        return list(named)
+    config, _ = load_config(target)
+    return list(auxiliary_layers(config.get_text_config().num_hidden_layers))
+
+
 def _stages(
-    kinds: Sequence[str], vocabulary: int, target: str, quick: bool
+    kinds: Sequence[str], vocabulary: int, layers: list[int], quick: bool
 ) -> list[dict[str, Any]]:
     """The target answers; its states in the answers are kept, and each kind learns from these."""
-    captured = list[int]()
-    if READ_LAYERS.intersection(kinds):
-        config, _ = load_config(target)
-        captured = list(auxiliary_layers(config.get_text_config().num_hidden_layers))
     answers = {"name": "answers", "kind": "generate", "max_new_tokens": 32 if quick else 80}
     states = {"name": "states", "kind": "feature_cache", "text": "answers"}
     stages: list[dict[str, Any]] = [
         answers | {"batch_size": 32},
-        states | {"captured_layers": [*captured, -1]},
+        states | {"captured_layers": [*layers, -1]},
     ]
     for kind in kinds:
         how: dict[str, Any] = SMALL_LM
         if kind in HEADS:
-            heads = {"type": kind, **HEADS[kind]} | ({"taps": captured} if kind == "dflash" else {})
+            heads = {"type": kind, **HEADS[kind]}
+            if kind in READ_LAYERS:
+                heads[READ_LAYERS[kind]] = layers
             how = {"kind": "heads", "features": "states", "heads": heads}
         epochs = EPOCHS[kind]
         stages.append(
