@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.hidden_states import Recorder, layer_list_name
-from distill.chunked_loss import LossSum
+from distill.chunked_loss import LossSum, TokenLoss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher
 
@@ -116,18 +116,14 @@ class EarlyExitTraining(nn.Module):
         count = len(self.weighted_loss.names) + 1
         sums = torch.zeros(2 * count, dtype=torch.float64, device=input_ids.device)
         loss = LossSum(self.weighted_loss, chunk=self.chunk)
+        last = len(self._layers) - 1
+        losses = []
         for layer, weight in exits.items():
-            is_last = layer == len(self._layers) - 1
-            hidden = final if is_last else self._norm[0](states[layer])
-            terms = loss.add(
-                hidden[:, :-1][predicted],
-                output.weight,
-                output.bias,
-                teacher,
-                labels,
-                scale=weight,
-            )
-            begin = 0 if is_last else count
+            hidden = final if layer == last else self._norm[0](states[layer])
+            read = hidden[:, :-1][predicted]
+            losses.append(TokenLoss(read, output.weight, output.bias, labels, scale=weight))
+        for layer, terms in zip(exits, loss.add(teacher, *losses), strict=True):
+            begin = 0 if layer == last else count
             sums[begin : begin + count] += torch.cat([terms.new_tensor([len(labels)]), terms])
         return loss.total, sums
 

@@ -5,7 +5,7 @@ Here the target is frozen. `heads.joint_training` trains it too.
 Shapes: B rows, T tokens, n trained tokens, H hidden size, V' draft vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,7 @@ from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.pretrained import replaced
 from distill.choose_vocabulary import rows_of_tokens
-from distill.chunked_loss import LossSum
+from distill.chunked_loss import LossSum, TokenLoss
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
 from distill.teacher.live_teacher import output_rows
@@ -128,52 +128,73 @@ class HeadTraining(nn.Module):
             predictions = list(predictions)
             shares = {x.depth: self._shares(x, input_ids) for x in predictions}
             dynamic = place_weights(shares, self.smoothing)
-        for prediction in predictions:
-            depth, positions = prediction.depth, prediction.positions
-            weights = prediction.of(dynamic[depth]) if dynamic else None
-            scale = 1.0 if dynamic else losses[depth]
-            extra, head_sums, guessed = self._head(prediction, batch, weights, loss, scale)
-            if extra is not None:
-                further = further + scale * extra
-            begin = (depth - 1) * sums_per_head
-            sums[begin : begin + sums_per_head] = head_sums
-            if depth == 1:
-                drafts = positions.sum()
-            right[depth] = torch.zeros_like(positions)
-            right[depth].view(-1)[prediction.places] = guessed
+        # With a teacher all heads together, because several predict the same tokens.
+        reads_teacher = self.weighted_loss.needs_teacher
+        for group in [list(predictions)] if reads_teacher else ([x] for x in predictions):
+            teacher, places = self._teacher(batch, group) if reads_teacher else (None, [None])
+            head_losses = [
+                self._head_loss(
+                    prediction,
+                    input_ids,
+                    weights=prediction.of(dynamic[prediction.depth]) if dynamic else None,
+                    scale=1.0 if dynamic else losses[prediction.depth],
+                    places=of_head,
+                )
+                for prediction, of_head in zip(group, places, strict=True)
+            ]
+            term_sums = loss.add(teacher, *head_losses)
+            for prediction, head_loss, terms in zip(group, head_losses, term_sums, strict=True):
+                depth, positions = prediction.depth, prediction.positions
+                extra, head_sums, guessed = self._head_sums(prediction, batch, head_loss, terms)
+                if extra is not None:
+                    further = further + head_loss.scale * extra
+                begin = (depth - 1) * sums_per_head
+                sums[begin : begin + sums_per_head] = head_sums
+                if depth == 1:
+                    drafts = positions.sum()
+                right[depth] = torch.zeros_like(positions)
+                right[depth].view(-1)[prediction.places] = guessed
         if len(right) == self.heads.depth and self.heads.trains_all:
             in_a_row = torch.stack([right[d] for d in sorted(right)]).long().cumprod(0).sum()
             sums[-2:] = torch.stack([drafts, in_a_row])
         return loss.total + further, sums
 
-    def _head(
+    def _head_loss(
         self,
         prediction: Prediction,
-        batch: HeadBatch,
+        input_ids: Tensor,
+        *,
         weights: Tensor | None,
-        losses: LossSum,
         scale: float,
-    ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Add the loss of one head, summed over its n tokens, to `losses` with the factor `scale`.
-        Returns what there is of other losses, without the factor; its part of `sums`; and bool [n],
-        whether its likeliest token is the right one. weights: float32 [n], of the tokens' losses.
-        """
-        labels = self._labels(prediction, batch.input_ids)
-        ranks = torch.zeros_like(labels)
+        places: Tensor | None,
+    ) -> TokenLoss:
+        """What `LossSum.add` takes for one head with n tokens."""
+        states, weight, bias = self.heads.output.last_product(prediction.depth, prediction.states)
+        labels = self._labels(prediction, input_ids)
         values: Tensor | None = None
         if prediction.confidence is not None:
             shape = len(labels), len(self.weighted_loss.names)
             values = torch.zeros(shape, device=labels.device)
-        term_sums = losses.add(
-            *self.heads.output.last_product(prediction.depth, prediction.states),
-            self._teacher(batch, prediction),
+        return TokenLoss(
+            states,
+            weight,
+            bias,
             labels,
             scale=scale,
-            ranks=ranks,
             weights=weights,
             added=prediction.added,
+            places=places,
+            ranks=torch.zeros_like(labels),
             values=values,
         )
+
+    def _head_sums(
+        self, prediction: Prediction, batch: HeadBatch, loss: TokenLoss, term_sums: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Of a head's loss, after it was added: what there is of other losses, without the factor;
+        its part of `sums`; and bool [n], whether its likeliest token is the right one."""
+        ranks, values, weights = loss.ranks, loss.values, loss.weights
+        assert ranks is not None
         extra: list[Tensor] = []  # [n] each
         if prediction.confidence is not None and values is not None:
             accepted = self._accepted(prediction, batch, values)
@@ -239,18 +260,30 @@ class HeadTraining(nn.Module):
         placed.view(-1)[prediction.places] = shares
         return placed
 
-    def _teacher(self, batch: HeadBatch, prediction: Prediction) -> Teacher | None:
-        if not self.weighted_loss.needs_teacher:
-            return None
-        states = prediction.of(shift_left(batch.features[FINAL], prediction.depth))
+    def _teacher(
+        self, batch: HeadBatch, predictions: Sequence[Prediction]
+    ) -> tuple[Teacher, list[Tensor | None]]:
+        """The teacher of these heads together, and for each the `TokenLoss.places` of its tokens.
+        A place is one of the text that at least one head predicts the next token of."""
+        read = [x.places + x.depth for x in predictions]
+        places = read[0]
+        numbers: list[Tensor | None] = [None]
+        if len(read) > 1:
+            # By counting: to sort them, a GPU would be waited for.
+            every = torch.cat(read)
+            is_read = torch.zeros_like(batch.input_ids).flatten().index_fill_(0, every, 1)
+            number = is_read.cumsum(0) - 1
+            numbers = list(map(number.__getitem__, read))
+            places = torch.zeros_like(every)
+            places[number[every]] = every
+        states = batch.features[FINAL].flatten(0, 1)
         weight, bias = self._teacher_layer
-        states = states.to(weight.dtype)
 
         @torch.no_grad()
         def teacher(part: slice) -> TeacherLogits:
-            return TeacherLogits(linear(states[part], weight, bias))
+            return TeacherLogits(linear(states[places[part]].to(weight.dtype), weight, bias))
 
-        return teacher
+        return teacher, numbers
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
         """Compute metrics from `sums`, which are added up over batches and ranks.

@@ -26,7 +26,7 @@ from decode.drafters.trained import require_weights
 from decode.model.loading import Target
 from decode.shapes.structure import Structure
 from distill.choose_vocabulary import rows_of_tokens
-from distill.chunked_loss import LossSum
+from distill.chunked_loss import LossSum, TokenLoss
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, require_same_ids
 from distill.replay.replay_buffer import (
@@ -84,12 +84,9 @@ class DraftLoss:
             labels = labels if self._label_rows is None else self._label_rows[labels]
             of_depth = (signal_depths == depth).to(device)
             teacher = signal[of_depth]
-            sums += loss.add(
-                *self.heads.output.last_product(depth, prediction.states),
-                teacher.__getitem__,
-                labels,
-                added=prediction.added,
-            )
+            states, weight, bias = self.heads.output.last_product(depth, prediction.states)
+            of_head = TokenLoss(states, weight, bias, labels, added=prediction.added)
+            sums += loss.add(teacher.__getitem__, of_head)[0]
             if prediction.extra_loss is not None:
                 extra = extra + prediction.extra_loss.sum()
         return loss.total + extra, sums

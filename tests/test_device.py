@@ -22,7 +22,10 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
+from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
 from heads.head_training import HeadTraining
 from heads.kinds import HEADS
 from heads.options import HeadOptions
@@ -375,8 +378,8 @@ def test_times_are_taken_on_the_device_that_computes(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("kind", "depths"), [("eagle1", 1), ("eagle3", 3), ("mtp", 3)])
 def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> None:
-    """For the number of tokens that are predicted there, whatever is selected by it. The loss is
-    that of the CPU."""
+    """For the number of tokens that are predicted there, whatever is selected by it; and once for
+    which of them several depths predict. The loss is that of the CPU."""
     torch.manual_seed(0)
     ids, answered = torch.arange(24).view(2, 12), torch.arange(12).expand(2, 12) > 3
     states = torch.randn(2, 12, tiny_model("llama", layers=LAYERS).config.hidden_size)
@@ -403,4 +406,31 @@ def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> No
     assert loss.held == pytest.approx(expected.item())
     moved = [wait for wait in waits if wait.kind == "upload"]
     assert len(moved) == 2, moved  # ids and mask, which a trainer copies from pinned memory
-    assert [w.operation for w in waits if w not in moved] == ["nonzero"] * depths
+    selected = ["nonzero"] * depths + ["copy"] * (depths > 1)
+    assert [w.operation for w in waits if w not in moved] == selected
+
+
+def test_a_distillation_step_waits_twice_for_each_model() -> None:
+    """For the number of predicted tokens, whatever is selected by it; and transformers' forward
+    reads whether there is padding."""
+    ids, answered = torch.arange(24).view(2, 12), torch.arange(12).expand(2, 12) > 3
+    texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": answered}
+
+    def steps(move: Callable[[Any], Any]) -> Iterator[Tensor]:
+        teacher = LiveTeacher(split_model(move(tiny_model("llama", layers=LAYERS))))
+        student = move(tiny_model("llama", seed=7, layers=1))
+        losses = WeightedLoss({"forward_kl": 1.0, "cross_entropy": 0.1})
+        distillation = Distillation(student, losses)
+        batch = {name: x.to(next(student.parameters()).device) for name, x in texts.items()}
+        while True:
+            yield distillation(**batch, teacher=teacher.signal(**batch, ids=[]))[0]
+
+    expected = next(steps(lambda module: module))
+    with simulated_device() as device:
+        on_device = steps(device.move)
+        next(on_device)
+        before = len(device.waits)
+        loss: Any = next(on_device)
+        waits = device.waits[before:]
+    assert loss.held == pytest.approx(expected.item())
+    assert [wait.operation for wait in waits] == ["_local_scalar_dense", "nonzero"] * 2

@@ -297,6 +297,28 @@ def test_the_loss_is_that_of_each_token_by_hand(kind: str, smoothing: float | No
         assert figures[f"head{depth}/tokens"] == count == int(trained_positions(mask, depth).sum())
 
 
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_the_teachers_logits_of_a_token_are_computed_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all steps that predict it, and a chunk at a time."""
+    heads = make(kind, IDS)
+    model = target(kind).model
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), model, chunk=5)
+    ids, mask = text(2, 9), torch.ones(2, 9, dtype=torch.bool)
+    found = LiveFeatures(model, module.captured_layers).features(ids, torch.ones_like(ids), [])
+    counts: list[int] = []
+
+    def counted(x: torch.Tensor, *layer: Any) -> torch.Tensor:
+        counts.append(len(x))
+        return F.linear(x, *layer)
+
+    monkeypatch.setattr("heads.head_training.linear", counted)
+    module(ids, mask, found, {1: 1.0, 2: 0.8, 3: 0.5})
+    # The first step of a text of nine tokens predicts seven, and the later ones the last of these.
+    assert counts == [5, 5, 4]
+
+
 # --- training and the loop ------------------------------------------------------------------------
 
 

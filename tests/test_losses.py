@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.chunked_loss import LossSum, chunked_loss
+from distill.chunked_loss import LossSum, TokenLoss, chunked_loss
 from distill.losses import LOSSES, Loss, LossRows, WeightedLoss
 from distill.teacher.teacher_signal import Signal, TeacherLogits, TopK
 
@@ -278,14 +278,76 @@ def test_losses_of_one_layer_have_the_gradients_of_their_sum(outer: float):
     expected = torch.autograd.grad(outer * value, parameters)
 
     losses, signal = LossSum(terms, chunk=8), whole.__getitem__
-    losses.add(h, w, b, signal, labels)
     added = (rows, columns)
-    losses.add(later, w, b, signal, labels, scale=0.8, weights=of_tokens, added=added)
-    losses.add(later, own, None, signal, labels, scale=0.3, added=added)
+    second = TokenLoss(later, w, b, labels, scale=0.8, weights=of_tokens, added=added)
+    losses.add(signal, TokenLoss(h, w, b, labels), second)
+    losses.add(signal, TokenLoss(later, own, None, labels, scale=0.3, added=added))
     assert losses.total.item() == pytest.approx(value.item(), rel=1e-12)
     found = torch.autograd.grad(outer * losses.total, parameters)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_losses_of_the_same_places_ask_a_teacher_once():
+    """As apart, each with its rows of the signal: values, gradients, ranks and terms. The memory is
+    that of one loss."""
+    _, w, b, teacher, labels = problem()
+    places = [torch.arange(37), torch.arange(3, 31), torch.tensor([0, 1, 9, 10, 11, 22, 36])]
+    terms, whole = WeightedLoss(ALL), TeacherLogits(teacher)
+    generator = torch.Generator().manual_seed(7)
+    states = [torch.randn(len(x), 8, generator=generator).double().requires_grad_() for x in places]
+    scales = (1.0, 0.8, 0.3)
+    inputs = [*states, w, b]
+
+    def losses(numbers: list[Tensor | None]) -> list[TokenLoss]:
+        return [
+            TokenLoss(
+                x,
+                w,
+                b,
+                labels[read],
+                scale=scale,
+                places=of_loss,
+                ranks=torch.full((len(x),), -1),
+                values=torch.zeros(len(x), len(ALL)),
+            )
+            for x, read, scale, of_loss in zip(states, places, scales, numbers, strict=True)
+        ]
+
+    apart, apart_sums, oracles = LossSum(terms, chunk=8), [], losses([None] * 3)
+    for loss, read in zip(oracles, places, strict=True):
+        apart_sums.append(apart.add(whole[read].__getitem__, loss)[0])
+    expected = torch.autograd.grad(apart.total, inputs)
+
+    asked: list[slice] = []
+
+    def signal(part: slice) -> TeacherLogits:
+        asked.append(part)
+        return whole[part]
+
+    together, together_losses = LossSum(terms, chunk=8), losses([*places])
+    with made_sizes() as sizes:
+        sums = together.add(signal, *together_losses)
+    assert asked == [slice(0, 8), slice(8, 16), slice(16, 24), slice(24, 32), slice(32, 37)]
+    assert max(sizes[torch.float64]) <= 8 * 53
+    torch.testing.assert_close(sums, torch.stack(apart_sums), rtol=1e-12, atol=1e-12)
+    assert together.total.item() == pytest.approx(apart.total.item(), rel=1e-12)
+    for one, other in zip(together_losses, oracles, strict=True):
+        assert torch.equal(one.ranks, other.ranks)
+        torch.testing.assert_close(one.values, other.values)
+    for ours, theirs in zip(torch.autograd.grad(together.total, inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_is_the_number_of_greater_logits(dtype: torch.dtype):
+    h, w, b, _, labels = (x.to(dtype) if x.is_floating_point() else x for x in problem())
+    labels[5] = -100
+    loss = TokenLoss(h, w, b, labels, ranks=torch.full((37,), -1))
+    LossSum(WeightedLoss({"cross_entropy": 1.0}), chunk=8).add(None, loss)
+    logits = torch.cat([torch.nn.functional.linear(x, w, b) for x in h.split(8)])
+    expected = [53 if y < 0 else int((x > x[y]).sum()) for x, y in zip(logits, labels, strict=True)]
+    assert loss.ranks.tolist() == expected
 
 
 def test_without_gradients_none_is_made():

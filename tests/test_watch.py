@@ -54,6 +54,24 @@ class WrittenRun:
         self.put("evaluations/01-heads/evaluation.json", row)
 
 
+def test_a_log_says_the_minutes_that_are_left(
+    run: WrittenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.base.console.LOG_EVERY_SECONDS", -1.0)
+    with run.reporter.bar("answering", 40) as bar:
+        for done, seconds in ((0, 0), (10, 60), (30, 180), (40, 240)):
+            monkeypatch.setattr("train.base.console.time.time", lambda now=seconds: 1e9 + now)
+            bar.update(done, "8 tokens/s")
+    monkeypatch.undo()
+    lines = RunState(run.directory).read()["log"]
+    assert [line.partition("  ")[2].strip() for line in lines] == [
+        "answering: 0/40 8 tokens/s",
+        "answering: 10/40 8 tokens/s, 3 min left",
+        "answering: 30/40 8 tokens/s, 1 min left",
+        "answering: 40/40 8 tokens/s",
+    ]
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> WrittenRun:
     return WrittenRun(tmp_path / "run")

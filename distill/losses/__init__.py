@@ -161,8 +161,9 @@ class WeightedLoss:
         self, logits: Tensor, signal: Signal | None, labels: Tensor
     ) -> tuple[LossRows, LossRows]:
         """Return the rows for the terms on the text and the rows for the terms on the teacher."""
-        log_q = (logits / self.drafter_temperature).log_softmax(-1)
-        text_log_q = log_q if self.drafter_temperature == 1 else logits.log_softmax(-1)
+        text_log_q = log_q = logits.log_softmax(-1)
+        if self.drafter_temperature != 1:
+            log_q = (logits / self.drafter_temperature).log_softmax(-1)
         on_text = LossRows(text_log_q, None, labels)
         if signal is None:
             return on_text, on_text

@@ -24,4 +24,4 @@ class ForwardKL(Loss):
         gradient = rows.q - rows.p
         # Σ (q − p) is 0 except for the rounding errors of the two normalisations. In float32 these
         # errors would be larger than a small KL. Adding q − p to each summand cancels them.
-        return (rows.p * (rows.log_p - rows.log_q) + gradient).sum(-1), gradient
+        return gradient.addcmul(rows.p, rows.log_p - rows.log_q).sum(-1), gradient

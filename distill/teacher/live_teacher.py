@@ -118,7 +118,8 @@ class LiveTeacher:
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Tensor:
         """[n, H]: the hidden states for the predicted tokens."""
-        return self.target.hidden(input_ids, attention_mask)[:, :-1][loss_mask[:, 1:]]
+        states = self.target.hidden(input_ids, attention_mask)
+        return states[loss_mask[:, 1:].nonzero(as_tuple=True)]
 
 
 class StatesTeacher(LiveTeacher):
@@ -143,4 +144,4 @@ class StatesTeacher(LiveTeacher):
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Tensor:
         states = self._states.features(input_ids, attention_mask, ids)[FINAL]
-        return states[:, :-1][loss_mask[:, 1:]]
+        return states[loss_mask[:, 1:].nonzero(as_tuple=True)]

@@ -123,18 +123,20 @@ class Bar:
         """Show `done` of the total units. `what` renames the bar; `note` appears after it."""
         self._what = what or self._what
         self._progress.update(self._task, completed=done, note=note, description=self._what)
-        self._note(done, note)
+        left = self._note(done, note)
         now = self._progress.get_time()
         if self._log and (now - self._said >= LOG_EVERY_SECONDS or done == self._total):
             self._said = now
-            self._reporter.say(f"  {self._what}: {done}/{self._total} {note}".rstrip())
+            words = f"  {self._what}: {done}/{self._total} {note}".rstrip()
+            self._reporter.say(f"{words}, {max(1, round(left / 60))} min left" if left else words)
 
     def resize(self, total: int) -> None:
         """Change the total number of units."""
         self._total = total
         self._progress.update(self._task, total=total)
 
-    def _note(self, done: int, note: str) -> None:
+    def _note(self, done: int, note: str) -> float | None:
+        """Write progress.json. Returns the seconds that are left; None: not known yet."""
         now = time.time()
         if self._first is None or done < self._first[1]:
             self._first = now, done
@@ -152,6 +154,7 @@ class Bar:
             },
             last=done == self._total,
         )
+        return left
 
 
 def quieten() -> None:
