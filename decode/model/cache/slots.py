@@ -31,7 +31,7 @@ class _Window:
     """Where the current forward writes, and which slots its attention gets. All layers of one cache
     share it."""
 
-    # The first slot if all rows start at the same slot. None: where tokens go is in tensors.
+    # The first slot if all rows start at the same slot. None: `slots_on` says where tokens go.
     begin: int | None = None
     end: int = 0  # one past the last slot any row uses, rounded up to a step
     fresh: bool = True  # all rows were empty before
@@ -42,9 +42,15 @@ class _Window:
     # are those of this list, as of one row, [1, T, …]. None: [B, n, …].
     real: RealTokens | None = None
 
-    def scatter(self, rows: Tensor, slots: Tensor) -> None:
-        """rows: [B, 1]; slots: [B, n], each token's slot. Of a list of tokens: [1, T] each."""
-        self._slots = {rows.device: (rows, slots)}
+    def __init__(self) -> None:
+        self.feed(np.zeros(0, dtype=np.int64), 0)
+
+    def feed(self, starts: np.ndarray, n: int) -> None:
+        """The rows feed n tokens each, or those of `real`. starts: int [B], the slots of the first
+        ones."""
+        # A copy: the caller may count these tokens before they are written.
+        self.starts, self._n = np.array(starts, dtype=np.int64), n
+        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def count(self) -> int:
@@ -61,10 +67,17 @@ class _Window:
         return cache[rows_B1, :, slots].transpose(1, 2)
 
     def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The arguments of `scatter`, on the device of a layer."""
+        """The row of each fed token, [B, 1], and its slot, [B, n], on the device of a layer. Of a
+        list of tokens: [1, T] each."""
         if device not in self._slots:
-            rows, slots = next(iter(self._slots.values()))
-            self._slots[device] = rows.to(device), slots.to(device)
+            if self.real is None:
+                rows, columns = np.arange(len(self.starts))[:, None], np.arange(self._n)
+                slots = self.starts[:, None] + columns
+            else:
+                rows, columns = self.real.rows[None], self.real.columns
+                slots = self.starts[rows] + columns
+            rows = rows + self.rows.start
+            self._slots[device] = to_device(rows, device), to_device(slots, device)
         return self._slots[device]
 
 
@@ -204,16 +217,11 @@ class Slots:
             capacity = self.allocated[1]
             read = sliding.slots(base, ends, window.end, capacity, self._step)
             window.read = read if isinstance(read, slice) else to_device(read, self.device)
-        if window.real is not None:
-            rows, columns = window.real.rows, window.real.columns
-            slots = to_device(start[rows] + columns, self.device)
-            window.scatter(to_device(first + rows, self.device)[None], slots[None])
-        elif least == last:
+        window.feed(start, n)
+        if window.real is None and least == last:
             window.begin = least
-        else:
-            rows_B1 = torch.arange(first, first + len(start), device=self.device)[:, None]
-            first_B1 = to_device(start, self.device)[:, None]
-            window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
+        elif self.device.type != "cpu":  # before the pass, which may be a graph
+            window.slots_on(self.device)
 
     @property
     def real(self) -> RealTokens | None:

@@ -140,7 +140,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
     found.norm.argtypes = [pointer] * 2 + [ctypes.c_float] * 2 + [pointer] + [size] * 2
-    found.look_up.argtypes = [pointer] * 2 + [size]
+    found.look_up.argtypes = [pointer] * 2
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size]

@@ -25,8 +25,7 @@ from decode.model.forward.rotations import Rotation
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
-# `CHUNK` and `TOKENS` of few_rows_attention.h.
-CHUNK, TOGETHER = 512, 4
+CHUNK = 512  # that of few_rows_attention.h
 TOKEN = 7  # numbers of a `Token` of few_rows.cpp
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -52,10 +51,12 @@ class _Pass(ctypes.Structure):
 
     address: int
     _fields_ = (
-        *((name, _int) for name in ("tokens", "blocks", "slots", "begin_read")),
-        *((name, _pointer) for name in ("cos", "sin", "mask", "where", "bounds", "read")),
+        *((name, _int) for name in ("texts", "text", "most", "tokens", "slots", "begin_read")),
+        *((name, _pointer) for name in ("starts", "counts", "cos", "sin", "mask", "read")),
+        *((name, _int) for name in ("turn_row", "turn_column", "mask_row", "mask_column")),
         *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
         *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
+        *(("blocks", _int), ("where", _pointer), ("bounds", _pointer)),
     )
 
 
@@ -175,11 +176,7 @@ class FewRowsPass:
         self._states, self._real = states, real
         texts, tokens, _ = states.shape
         rows = texts * tokens
-        # Where each token of the pass is: its text, and its place among those of the text.
-        self._rows, self._columns = np.divmod(np.arange(rows), tokens)
-        self._most = tokens  # of a text
-        if real is not None:
-            self._rows, self._columns, self._most = real.rows, real.columns, real.width
+        self._most = tokens if real is None else real.width  # of a text
         widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
         self._scratch = states.new_empty(rows, sum(widths))
         address, step = self._scratch.data_ptr(), rows * states.itemsize
@@ -292,19 +289,20 @@ class FewRowsPass:
         slots: Sequence[SlotLayer],
     ) -> list[int]:
         """The address of the `_Pass` of each layer. Its slots have memory from now on."""
-        for layer, slot in zip(layers, slots, strict=True):
+        places, place = list[int](), 0
+        last: Any = None
+        for layer, mask, kind, slot in zip(layers, masks, kinds, slots, strict=True):
             if not slot.is_initialized:
                 shape = 1, layer.parts.key_heads, 0, layer.parts.head_size
                 nothing = self._states.new_empty(shape)
                 slot.lazy_initialization(nothing, nothing)
-        every = [(x, kind, slot.strides) for x, kind, slot in zip(masks, kinds, slots, strict=True)]
-        for number, key in enumerate(every):
-            if key not in self._passes:
-                mask, kind, _ = key
-                self._passes[key] = self._made(
-                    layers[number], rotations[kind], mask.visible, slots[number]
-                )
-        return [self._passes[key].address for key in every]
+            key = mask, kind, slot.strides
+            if key != last:  # most layers are alike
+                if key not in self._passes:
+                    self._passes[key] = self._made(layer, rotations[kind], mask.visible, slot)
+                last, place = key, self._passes[key].address
+            places.append(place)
+        return places
 
     def _made(
         self,
@@ -313,35 +311,21 @@ class FewRowsPass:
         mask: Tensor | None,
         slots: SlotLayer,
     ) -> _Pass:
-        window, cos, sin = slots.window, rotation.cos, rotation.sin
+        window, real, cos, sin = slots.window, self._real, rotation.cos, rotation.sin
+        tokens, most = self._states.shape[0] * self._states.shape[1], self._most
         assert slots.strides[2:] == (layer.parts.head_size, 1)
-        if mask is not None and mask.stride(3) != 1:
-            mask = mask.contiguous()
-        rows, columns, tokens = self._rows, self._columns, len(self._rows)
-        placed: Any = columns + (window.begin or 0)
-        if window.begin is None:
-            placed = window.slots_on(slots.keys.device)[1].flatten().numpy()
-        every = np.arange(tokens)
-        # Where the rotation and the mask of each token begin: those of a list are one row.
-        row, column = (rows, columns) if self._real is None else (0, every)
-        turned = row * _step(cos, 0) + column * cos.stride(1)
-        seen = every if mask is None else row * _step(mask, 0) + column * mask.stride(2)
-        first, most = window.rows.start, self._most
-        where = np.empty((tokens, TOKEN), dtype=np.int64)
-        own = np.empty((tokens, most), dtype=np.int64)
-        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
-        (begins,) = (columns % TOGETHER == 0).nonzero()
-        bounds = np.empty(len(begins) + 1, dtype=np.int64)
-        bounds[:-1], bounds[-1] = begins, tokens
         normed, qkv, mixed, gated, between = self._places
         made = _Pass(
+            texts=len(window.starts),
+            text=window.rows.start,
+            most=most,
             tokens=tokens,
-            blocks=len(begins),
             slots=window.count,
+            starts=torch.from_numpy(window.starts).data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            where=torch.from_numpy(where).data_ptr(),
-            bounds=torch.from_numpy(bounds).data_ptr(),
+            turn_row=_step(cos, 0),
+            turn_column=cos.stride(1),
             cache_text=slots.strides[0],
             cache_head=slots.strides[1],
             rotated=cos.shape[2],
@@ -351,15 +335,23 @@ class FewRowsPass:
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, mask, where, bounds, own
+        self._kept += cos, sin, window.starts
+        if real is not None:
+            counts = np.ascontiguousarray(real.counts, dtype=np.int64)
+            made.counts = torch.from_numpy(counts).data_ptr()
+            self._kept.append(counts)
         if mask is not None:
+            if mask.stride(3) != 1:
+                mask = mask.contiguous()
             made.mask = mask.data_ptr()
+            made.mask_row, made.mask_column = _step(mask, 0), mask.stride(2)
+            self._kept.append(mask)
         if isinstance(window.read, slice):
             made.begin_read = window.read.start
         else:
             read = window.read.contiguous()
             made.read_text = read.stride(0)
-            made.read = read.data_ptr() - first * read.stride(0) * read.itemsize
+            made.read = read.data_ptr() - made.text * read.stride(0) * read.itemsize
             self._kept.append(read)
         chunks = -(-(made.begin_read % CHUNK + made.slots) // CHUNK)
         if chunks > 1:
@@ -370,7 +362,9 @@ class FewRowsPass:
         made.address = ctypes.addressof(made)
         found = few_rows.library(self._states.dtype)
         assert found is not None
-        found.look_up(made.address, torch.from_numpy(own).data_ptr(), most)
+        memory = torch.empty(tokens * (TOKEN + 1 + most) + 1, dtype=torch.int64)
+        self._kept.append(memory)
+        found.look_up(made.address, memory.data_ptr())
         return made
 
 
