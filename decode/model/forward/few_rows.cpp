@@ -183,8 +183,9 @@ struct Token {
 // What all layers of a pass share. texts: how many there are, from the text number `text` of the cache on.
 // starts: [texts], the slot of the first token of each. counts: [texts], how many tokens of each are in the list
 // of tokens, or null: each has `most`. No text has more than `most`.
-// cos, sin: [..., rotated], for that many numbers of a head. mask: the slots that a token sees, [..., S], or null
-// if it sees all. How far apart texts and tokens are in them; those of a list are one text there.
+// cos, sin: [positions, rotated], for that many numbers of a head. turns: the position of each token there. mask:
+// the slots that a token sees, [..., S], or null if it sees all. How far apart texts and tokens are in `turns` and
+// `mask`: those of a list are one text there.
 // read: the slots that attention gets, [B, S], or null for those from `from` on.
 // `look_up` makes the last three. where: [T]. bounds: [blocks + 1], the first token of each block: some tokens of
 // one text, at most `TOKENS`, that attend together.
@@ -192,9 +193,10 @@ struct Pass {
   int64_t texts, text, most, tokens, slots, from;
   const int64_t *starts, *counts;
   const Number *cos, *sin;
+  const int64_t* turns;
   const bool* mask;
-  const int64_t* read;
   int64_t turn_row, turn_column, mask_row, mask_column;
+  const int64_t* read;
   int64_t read_text, cache_text, cache_head, rotated;
   Number *normed, *qkv, *mixed, *gated, *between;  // scratch: T times H, (N+2K)·D, N·D, I, H
   float* parts;  // [T, N, chunks, D + 2]: of a text of several chunks, what `attend` made of each
@@ -301,7 +303,8 @@ void look_up(Pass* pass, int64_t* memory) {
       const int64_t text = pass->counts ? 0 : row, place = pass->counts ? token + column : column;
       pass->where[token + column] = {pass->text + row, begin + column,
                                      text * pass->mask_row + place * pass->mask_column,
-                                     text * pass->turn_row + place * pass->turn_column, 0, 0, nullptr};
+                                     pass->turns[text * pass->turn_row + place * pass->turn_column] * pass->rotated,
+                                     0, 0, nullptr};
     }
     if (count) look_up_text(pass, pass->where + token, count, begin, own);
     token += count, own += count * pass->most;

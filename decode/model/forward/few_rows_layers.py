@@ -52,9 +52,10 @@ class _Pass(ctypes.Structure):
     address: int
     _fields_ = (
         *((name, _int) for name in ("texts", "text", "most", "tokens", "slots", "begin_read")),
-        *((name, _pointer) for name in ("starts", "counts", "cos", "sin", "mask", "read")),
+        *((name, _pointer) for name in ("starts", "counts", "cos", "sin", "turns", "mask")),
         *((name, _int) for name in ("turn_row", "turn_column", "mask_row", "mask_column")),
-        *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
+        *(("read", _pointer), ("read_text", _int)),
+        *((name, _int) for name in ("cache_text", "cache_head", "rotated")),
         *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
         *(("blocks", _int), ("where", _pointer), ("bounds", _pointer)),
     )
@@ -199,7 +200,7 @@ class FewRowsPass:
             tokens = int(real.counts.max())
         return (
             tokens <= MOST_TOKENS
-            and {rotation.cos.dtype for rotation in rotations} <= {dtype}
+            and {rotation.dtype for rotation in rotations} <= {dtype}
             # `None not in` would compare tensors with None, which takes as long as a sum of them.
             and (tokens == 1 or not any(mask.visible is None for mask in masks))
             and set(map(type, slots)) == {SlotLayer}
@@ -311,7 +312,7 @@ class FewRowsPass:
         mask: Tensor | None,
         slots: SlotLayer,
     ) -> _Pass:
-        window, real, cos, sin = slots.window, self._real, rotation.cos, rotation.sin
+        window, real, (cos, sin, turns) = slots.window, self._real, rotation.tables
         tokens, most = self._states.shape[0] * self._states.shape[1], self._most
         assert slots.strides[2:] == (layer.parts.head_size, 1)
         normed, qkv, mixed, gated, between = self._places
@@ -324,18 +325,19 @@ class FewRowsPass:
             starts=torch.from_numpy(window.starts).data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            turn_row=_step(cos, 0),
-            turn_column=cos.stride(1),
+            turns=turns.data_ptr(),
+            turn_row=_step(turns, 0),
+            turn_column=turns.stride(1),
             cache_text=slots.strides[0],
             cache_head=slots.strides[1],
-            rotated=cos.shape[2],
+            rotated=cos.shape[1],
             normed=normed,
             qkv=qkv,
             mixed=mixed,
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, window.starts
+        self._kept += cos, sin, turns, window.starts
         if real is not None:
             counts = np.ascontiguousarray(real.counts, dtype=np.int64)
             made.counts = torch.from_numpy(counts).data_ptr()

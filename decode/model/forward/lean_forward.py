@@ -98,9 +98,9 @@ class LeanForward(PackedLayer):
     def rotations(self, states: Tensor, positions: Tensor) -> dict[str, Rotation]:
         """By layer type; under "" if all types share one. positions: int64 [B, n]."""
         if not self.rotary_kinds:
-            return {"": Rotation(*self._rotations.of(positions, states))}
+            return {"": self._rotations.of(positions, states)}
         every = self.rotary_kinds
-        return {kind: Rotation(*self._rotations.of(positions, states, kind)) for kind in every}
+        return {kind: self._rotations.of(positions, states, kind) for kind in every}
 
     def read_out(self, states: Tensor) -> Tensor:
         """[B, n, V]: logits, for normed states."""
