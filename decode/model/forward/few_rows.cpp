@@ -432,26 +432,46 @@ static void ends(const Layer* layer, const Pass* pass, const Number* states, con
   }
 }
 
-void layer_begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
+// One layer, or only one of its parts. x: the input of attention, which is `states` where that has a norm.
+void layer(const Layer* layer, const Pass* pass, const Number* states, const Number* x, Number* keys,
+           Number* values, Number* y, int32_t attention, int32_t mlp) {
 #pragma omp parallel
-  begins(layer, pass, x, keys, values);
+  {
+    if (attention) begins(layer, pass, x, keys, values);
+    ends(layer, pass, states, keys, values, y, attention, mlp);
+  }
 }
 
-void layer_ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
-                const Number* values, Number* y, int32_t attention, int32_t mlp) {
-#pragma omp parallel
-  ends(layer, pass, states, keys, values, y, attention, mlp);
-}
+// The norm after the last layer, and the output layer.
+struct Output {
+  const Number *norm, *bias;
+  const char* blocks;
+  float eps, offset;
+  int64_t form, hidden, out;
+  Number *normed, *logits;
+};
 
-// Layers with all their parts, one after the other. outputs: the states after each of them.
+// Layers with all their parts, one after the other. outputs: the states after each of them. output: what follows
+// them, or null.
 void layers(const Layer* const* every, const Pass* const* passes, const Number* states,
-            Number* const* keys, Number* const* values, Number* const* outputs, int64_t count) {
+            Number* const* keys, Number* const* values, Number* const* outputs, int64_t count,
+            const Output* output) {
 #pragma omp parallel
-  for (int64_t i = 0; i < count; i++) {
-    const Number* x = i ? outputs[i - 1] : states;
-    begins(every[i], passes[i], x, keys[i], values[i]);
-    ends(every[i], passes[i], x, keys[i], values[i], outputs[i], true, true);
+  {
+    const Number* x = states;
+    for (int64_t i = 0; i < count; x = outputs[i++]) {
+      begins(every[i], passes[i], x, keys[i], values[i]);
+      ends(every[i], passes[i], x, keys[i], values[i], outputs[i], true, true);
 #pragma omp barrier
+    }
+    if (output) {
+      const int64_t rows = passes[0]->tokens, hidden = output->hidden;
+#pragma omp for
+      for (int64_t row = 0; row < rows; row++)
+        normed(x + row * hidden, output->norm, output->offset, output->eps, output->normed + row * hidden, 1, hidden);
+      product_share(output->normed, {output->blocks, int(output->form)}, output->bias, nullptr, output->logits, rows,
+                    hidden, output->out, PLAIN);
+    }
   }
 }
 

@@ -1,5 +1,5 @@
-"""Whole layers of the lean forward for a pass over few tokens: one call of C++ for all of them, or
-two calls for a layer alone (`few_rows.cpp`).
+"""Whole layers of the lean forward for a pass over few tokens: one call of C++ for all of them and
+the output layer, or for a layer alone (`few_rows.cpp`).
 
 A layer is run so if it has the parts of llama: RMS norms before attention and before a gated
 network with SiLU, rotary positions, and biases of queries, keys and values only. A layer of heads
@@ -58,6 +58,17 @@ class _Pass(ctypes.Structure):
         *((name, _int) for name in ("cache_text", "cache_head", "rotated")),
         *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
         *(("blocks", _int), ("where", _pointer), ("bounds", _pointer)),
+    )
+
+
+class _Output(ctypes.Structure):
+    """`Output` of few_rows.cpp."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("norm", "bias", "blocks")),
+        *((name, _float) for name in ("eps", "offset")),
+        *((name, _int) for name in ("form", "hidden", "out")),
+        *((name, _pointer) for name in ("normed", "logits")),
     )
 
 
@@ -223,17 +234,20 @@ class FewRowsPass:
         found, result = few_rows.library(states.dtype), torch.empty_like(states)
         assert found is not None
         (place,) = self._shared([layer], {"": rotation}, [""], [mask], [slots])
-        keys, values = slots.addresses
-        if attention:
-            read = states if layer.parts.attention_in is not None else attention_input
-            assert read is not None
-            found.layer_begins(layer.address, place, read.data_ptr(), keys, values)
-            if mask.watch is not None:
-                seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
-                mask.watch(self._queries(layer), *seen, layer.scale)
-        found.layer_ends(
-            layer.address, place, states.data_ptr(), keys, values, result.data_ptr(), attention, mlp
+        read = states if layer.parts.attention_in is not None else attention_input
+        found.layer(
+            layer.address,
+            place,
+            states.data_ptr(),
+            None if read is None else read.data_ptr(),
+            *slots.addresses,
+            result.data_ptr(),
+            attention,
+            mlp,
         )
+        if attention and mask.watch is not None:
+            seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
+            mask.watch(self._queries(layer), *seen, layer.scale)
         return result
 
     def run_all(
@@ -244,10 +258,12 @@ class FewRowsPass:
         masks: Sequence[AttentionMask],
         slots: Sequence[SlotLayer],
         kept: Sequence[int],
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The states after all layers, in one call, and those after the layers `kept`, by their
-        numbers. kinds: which of the rotations each layer has. No mask has a watch. masks, slots:
-        one for each layer."""
+        read_out: tuple[LeanNorm, PackedLinear] | None,
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """The states after all layers, in one call, those after the layers `kept`, by their
+        numbers, and the logits. kinds: which of the rotations each layer has. No mask has a watch.
+        masks, slots: one for each layer. read_out: the last norm and the output layer; the states
+        after all layers are normed then. None: no logits."""
         states, count = self._states, len(layers)
         found = few_rows.library(states.dtype)
         assert found is not None
@@ -260,6 +276,24 @@ class FewRowsPass:
         for number, x in features.items():
             outputs[number] = x.data_ptr()
         pointers = _pointer * count
+        logits, normed, output = None, None, _Output()
+        if read_out is not None:
+            norm, product = read_out
+            blocks, bias = product.blocks
+            out = len(blocks) * few_rows.NUMBERS[states.dtype].outputs
+            logits, normed = states.new_empty(*states.shape[:2], out), torch.empty_like(states)
+            output = _Output(
+                norm.weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                blocks.address,
+                norm.eps,
+                norm.offset,
+                blocks.form,
+                states.shape[2],
+                out,
+                normed.data_ptr(),
+                logits.data_ptr(),
+            )
         found.layers(
             pointers(*[layer.address for layer in layers]),
             pointers(*places),
@@ -268,9 +302,12 @@ class FewRowsPass:
             pointers(*[x.addresses[1] for x in slots]),
             pointers(*outputs),
             count,
+            None if read_out is None else ctypes.byref(output),
         )
         last = count - 1
-        return features[last] if last in features else two[last % 2], features
+        if normed is None:
+            normed = features[last] if last in features else two[last % 2]
+        return normed, features, logits
 
     def _queries(self, layer: FewRowsLayer) -> Tensor:
         """[B, N, n, D]."""

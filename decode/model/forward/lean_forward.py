@@ -64,14 +64,20 @@ class LeanForward(PackedLayer):
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts) for parts in layers)
         self._rotations, self._kinds = Rotations(rotary), [str(parts.kind) for parts in layers]
-        self.refresh()
         self.output = output_product(output)
+        self.refresh()
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
 
     def refresh(self) -> None:
         # Each pass reads them, and a look-up among the parts of modules is slow.
         every: list[FewRowsLayer | None] = [layer.few_rows for layer in self.layers]  # type: ignore[misc]
         self._few_rows = [layer for layer in every if layer is not None]
+        # What the C++ of the layers goes on with.
+        self._read_out: tuple[LeanNorm, PackedLinear] | None = None
+        output = self.output
+        if isinstance(output, PackedLinear) and output.has_blocks:
+            if output.inputs[1] == self.norm.in_cpp:
+                self._read_out = self.norm, output
 
     @property
     def keeps_bits(self) -> bool:
@@ -104,7 +110,9 @@ class LeanForward(PackedLayer):
 
     def read_out(self, states: Tensor) -> Tensor:
         """[B, n, V]: logits, for normed states."""
-        logits: Tensor = self.output(states)
+        return self._capped(self.output(states))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def forward(
@@ -132,7 +140,14 @@ class LeanForward(PackedLayer):
         whole = len(layers) == len(masks) and not (self.skipped_attention or self.skipped_mlps)
         if few_rows is not None and whole and masks[0].watch is None:
             kept = [number for number in captured_layers if number != FINAL]
-            states, features = few_rows.run_all(layers, rotations, kinds, masks, slots, kept)
+            read_out = self._read_out if columns is None else None
+            states, features, logits = few_rows.run_all(
+                layers, rotations, kinds, masks, slots, kept, read_out
+            )
+            if logits is not None:
+                if FINAL in captured_layers:
+                    features[FINAL] = states
+                return self._capped(logits), features
         else:
             turns = [rotations[kind] for kind in kinds]
             every = zip(turns, masks, slots, strict=True)
