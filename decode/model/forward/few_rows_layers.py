@@ -174,22 +174,26 @@ def few_rows_layer(
     return FewRowsLayer(parts, first, second, gates, last) if fits else None
 
 
+def widest(layers: Iterable[FewRowsLayer]) -> tuple[int, ...]:
+    """The largest `widths` of some layers."""
+    return tuple(map(max, zip(*[layer.widths for layer in layers], strict=True)))
+
+
 class FewRowsPass:
     """One pass over few tokens. Layers with the same mask, rotation and place of keys share what
     C++ needs to know of it.
 
     states: [B, n, H], the input of the first layer, or [1, T, H], those of the `real` tokens only.
-    layers: all of them, for the sizes of the scratch memory.
+    widths: those of its layers, or of the `widest`, for the sizes of the scratch memory.
     """
 
     def __init__(
-        self, states: Tensor, layers: Sequence[FewRowsLayer], real: RealTokens | None = None
+        self, states: Tensor, widths: Sequence[int], real: RealTokens | None = None
     ) -> None:
         self._states, self._real = states, real
         texts, tokens, _ = states.shape
         rows = texts * tokens
         self._most = tokens if real is None else real.width  # of a text
-        widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
         self._scratch = states.new_empty(rows, sum(widths))
         address, step = self._scratch.data_ptr(), rows * states.itemsize
         self._places = [address + step * x for x in accumulate(widths[:-1], initial=0)]
@@ -339,7 +343,7 @@ class FewRowsPass:
                 if key not in self._passes:
                     self._passes[key] = self._made(layer, rotations[kind], mask.visible, slot)
                 last, place = key, self._passes[key].address
-            places.append(place)
+            places += (place,)
         return places
 
     def _made(

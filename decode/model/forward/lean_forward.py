@@ -22,7 +22,7 @@ from decode.model.forward.attention_mask import (
     AttentionMask,
     SlotAttention,
 )
-from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
+from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass, widest
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer
 from decode.model.forward.lean_parts import LeanNorm, PackedLayer, PackedLinear
@@ -72,12 +72,16 @@ class LeanForward(PackedLayer):
         # Each pass reads them, and a look-up among the parts of modules is slow.
         every: list[FewRowsLayer | None] = [layer.few_rows for layer in self.layers]  # type: ignore[misc]
         self._few_rows = [layer for layer in every if layer is not None]
+        self._widths = widest(self._few_rows)
         # What the C++ of the layers goes on with.
         self._read_out: tuple[LeanNorm, PackedLinear] | None = None
-        output = self.output
-        if isinstance(output, PackedLinear) and output.has_blocks:
-            if output.inputs[1] == self.norm.in_cpp:
-                self._read_out = self.norm, output
+        norm, output = self.norm, self.output
+        if (
+            isinstance(output, PackedLinear)
+            and output.has_blocks
+            and norm.in_cpp == output.inputs[1]
+        ):
+            self._read_out = norm, output
 
     @property
     def keeps_bits(self) -> bool:
@@ -136,7 +140,7 @@ class LeanForward(PackedLayer):
         kinds = self._kinds if self.rotary_kinds else [""] * len(self._kinds)
         few_rows, layers = None, self._few_rows
         if layers and FewRowsPass.fits(states, rotations.values(), set(masks), slots, real):
-            few_rows = FewRowsPass(states, layers, real)
+            few_rows = FewRowsPass(states, self._widths, real)
         whole = len(layers) == len(masks) and not (self.skipped_attention or self.skipped_mlps)
         if few_rows is not None and whole and masks[0].watch is None:
             kept = [number for number in captured_layers if number != FINAL]

@@ -74,11 +74,11 @@ class Rotations:
         if self._by_position(*kind) and reads_are_free(positions.device) and positions.numel():
             key, (first, last) = (kind, like.dtype), map(int, positions.aminmax())
             table = self._tables.get(key)
-            if table is None or len(table[0]) <= last:
+            if table is None or table[0].shape[0] <= last:  # `len` takes longer
                 every = torch.arange(max(2 * last + 1, 256), device=positions.device)[None]
                 with torch.inference_mode(False), torch.no_grad():  # also for a training
                     cos, sin = self.rotary(like, every, *kind)
-                table = self._tables[key] = cos[0].contiguous(), sin[0].contiguous()
+                    table = self._tables[key] = cos[0].contiguous(), sin[0].contiguous()
             if first >= 0:
                 return Rotation(*table, positions)
         return Rotation(*self.rotary(like, positions, *kind))
