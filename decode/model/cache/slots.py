@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from decode.base.device import to_device
+from decode.base.device import reads_are_free, to_device
 from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
@@ -271,6 +271,9 @@ class Slots:
         if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
             return None
         read, begin = self._window.read, self._window.begin
+        host = reads_are_free(self.device)
+        if isinstance(read, slice) and ancestors_BNM is not None and inside_window and host:
+            return self._tree_mask(base_B1[:, 0] - read.start, ancestors_BNM)
         slots = read  # [S] or [B, S]
         if isinstance(slots, slice):
             if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
@@ -311,6 +314,22 @@ class Slots:
                 near = near | ~past_B1S
             seen = seen & near
         return seen[:, None] if real is None else seen.transpose(0, 1)[None]
+
+    def _tree_mask(self, base_B: Tensor, ancestors_BNM: Tensor) -> Tensor:
+        """As `mask`, for trees without a window on a CPU: few rows are copied, without the many
+        operations that do all at once. base_B: counted from the first slot that attention gets."""
+        window, (rows,), (_, n, m) = self._window, base_B.shape, ancestors_BNM.shape
+        real, trees = window.real, ancestors_BNM.expand(rows, -1, -1).numpy()
+        bounds = range(0, (rows + 1) * n, n) if real is None else real.bounds.tolist()
+        seen = np.zeros((bounds[-1], window.count), dtype=bool)
+        for row, base in enumerate(base_B.tolist()):
+            part = seen[bounds[row] : bounds[row + 1]]
+            part[:, :base] = True
+            # Nodes that are not fed may be past the last slot.
+            part = part[:, base : base + m]
+            part[:] = trees[row, : len(part), : part.shape[1]]
+        found = torch.from_numpy(seen)
+        return found.view(rows, 1, n, -1) if real is None else found[None, None]
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """Keep a path of the last forward: column `columns_BM[b, m]`, int64 [B, M], moves to slot
