@@ -28,11 +28,12 @@ from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.model.forward.attention_mask import Attend
+from decode.model.forward.rotations import Rotation
 from decode.shapes import Growth
 from distill.chunked_loss import at_least_float32
 from heads.dflash_heads import DFlashDrafter, DFlashHeads
 from heads.heads_module import HEADS, Prediction, shift_left
-from heads.layers.block_layer import BlockLayer, Turns
+from heads.layers.block_layer import BlockLayer
 from heads.options import DFlash2Options
 
 # The predictions whose logits exist at once when candidates are chosen in training.
@@ -95,7 +96,7 @@ class ConvolvedLayer(BlockLayer):
         self.attention_conv.init_weights()
         self.mlp_conv.init_weights()
 
-    def forward(self, states: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, states: Tensor, turns: Rotation, attend: Attend) -> Tensor:
         def attention(x: Tensor) -> Tensor:
             update: Tensor = self.self_attn(x, turns, attend)
             return update

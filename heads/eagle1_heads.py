@@ -64,7 +64,8 @@ class Eagle1Heads(EagleHeads):
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
-        states, embedded = (x.to(self.dtype) for x in (states, self.embeddings(tokens)))
+        dtype = self.dtype
+        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
         turns = self._rotary(positions, states)
         mixed = self.fc(torch.cat([embedded, states], -1))
         (layer,) = self.layers

@@ -91,7 +91,8 @@ class Eagle3Heads(EagleHeads):
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
-        states, embedded = (x.to(self.dtype) for x in (states, self.embeddings(tokens)))
+        dtype = self.dtype
+        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)

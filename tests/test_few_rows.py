@@ -25,6 +25,7 @@ from decode.model.forward.packed_alone import keep_packed_alone
 from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.quantised_rows import NAMES, unpacked
 from decode.model.forward.weight_bytes import MOST, use_bytes
+from decode.model.hidden_states import FINAL
 from decode.model.identity import require_same_weights, sample_weights, weights_sha256
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.export import needs_few_rows
@@ -263,6 +264,29 @@ def test_a_token_has_the_same_bits_in_any_pass(family: str, dtype: torch.dtype) 
 
     alone = fed(*[1] * 16)
     assert all(torch.equal(fed(*widths), alone) for widths in [(16,), (3, 13), (1, 5, 10)])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_logits_that_are_made_with_the_layers_are_those_of_the_output_layer(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of all tokens are; those of chosen columns go through the output layer."""
+    lm = CachedLM(target(family, dtype, vocab=320), captured_layers=(0, 3, FINAL))
+    forward: Any = lm.forward_pass
+    ids = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(3))
+    columns, called = np.array([[0, 1, 2, 3, 4]] * 2), []
+    forward.output.register_forward_hook(lambda *_: called.append(1))
+    found = []
+    for some in (None, columns):
+        lm.reset(2, 32)
+        with torch.inference_mode():
+            lm.read(ids, np.zeros(2, dtype=np.int64), STARTS)
+            called.clear()
+            found.append(lm.forward(ids[:, 7:12], STARTS, columns=some))
+            found += lm.features.values()
+        assert len(called) == (some is not None)
+    # Logits and the states of three layers each.
+    assert all(map(torch.equal, found[:4], found[4:]))
 
 
 def test_a_short_text_does_not_read_the_slots_of_a_long_one(dtype: torch.dtype) -> None:

@@ -22,6 +22,7 @@ from decode.loop.decoding import Decoder
 from decode.shapes import SHAPES, Growth, Shape
 from decode.shapes.structure import Structure
 from decode.tree_nodes import best, first_equal, pack, renumbered
+from decode.tree_structure import grown_ancestors
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
 from tests.tiny import after, moved, tiny_model
 
@@ -171,6 +172,18 @@ def test_a_structure_stands_in_order() -> None:
     )
     assert np.array_equal(structure.ancestors(), draft.ancestors()[0].numpy())
     assert Structure.of_widths([2, 3, 1]).depths.tolist() == [1] * 2 + [2] * 6 + [3] * 6
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_plan_knows_the_ancestors_of_the_nodes_that_are_fed(depth: int) -> None:
+    paths = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [0, 1, 0, 0]]
+    static: Any = SHAPES["static"](paths=paths)
+    grown = None
+    for level in static._plan(depth, torch.device("cpu")).levels[:-1]:
+        grown = grown_ancestors(grown, level.fed_parents[None])
+        assert torch.equal(level.fed_ancestors, grown[0])
+    assert grown is not None
+    assert len(grown[0]) == 2 * (depth - 1)
 
 
 def test_a_structure_is_stored(tmp_path: Any) -> None:
@@ -411,8 +424,8 @@ class Checking(Shape):
             self._check(growth, limits, sampling, logits[:, None], None)
             return logits
 
-        def checked_extend(tokens: Tensor, parents: Tensor | None = None) -> Tensor:
-            logits = extend(tokens, parents)
+        def checked_extend(tokens: Tensor, *tree: Tensor) -> Tensor:
+            logits = extend(tokens, *tree)
             seen = growth.on_path(tokens.shape[1])
             self._check(growth, limits, sampling, logits, seen)
             return logits

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from decode.model.cache import slots as slots_module
 from decode.model.cache.slots import Slots
+from decode.tree_structure import ancestors_of
 
 CAPACITY = 30
 # Heads and head size of each layer's keys, and of its values.
@@ -155,3 +157,27 @@ def test_a_row_takes_memory_for_what_it_has_written() -> None:
     memory = [x for store in slots._stores for x in store._tensors]
     assert sum(x.nbytes for x in memory) == 8 * 2 * long * layers * heads * size * 4 * 2
     assert 0.5 * held < resident(memory) < 1.1 * held
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_mask_of_trees_on_a_cpu_is_that_of_an_accelerator(
+    before: int, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees of 7 nodes, of which the first ones were fed before; texts end in different slots."""
+    rng = np.random.default_rng(before)
+    rows, nodes = 3, 7
+    parents = np.stack([[rng.integers(-1, i) for i in range(nodes)] for _ in range(rows)])
+    seen, root = torch.as_tensor(ancestors_of(parents)[:, before:]), np.array([4, 21, 9])
+    fed = nodes - before
+    slots = Slots(1, rows, CAPACITY, torch.device("cpu"), step=4)
+    counts = np.array([fed, 1, 0]) if listed else None
+    slots.place(root + before, fed, counts=counts)
+    base = torch.as_tensor(root)[:, None]
+    found = slots.mask(base, fed, seen)
+    monkeypatch.setattr(slots_module, "reads_are_free", lambda device: False)
+    expected = slots.mask(base, fed, seen)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)
+    assert found.any()

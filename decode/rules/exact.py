@@ -30,7 +30,7 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         path = torch.arange(nodes, device=passes.device).expand(rows, -1)
         return path, accepted, torch.minimum(accepted + 1, draft.valid().sum(1)), accepted
     ancestors = draft.ancestors()
-    stays = ((ancestors & ~passes[:, None, :]).sum(2) == 0) & passes
+    stays = (ancestors <= passes[:, None, :]).all(2)
     accepted, last = (ancestors.sum(2) * stays).max(1)
     path = draft.path_to(torch.where(accepted > 0, last, -1))
     last_row = torch.where(accepted > 0, last + 1, 0)

@@ -68,19 +68,23 @@ class Growth(ABC):
         logits = self._first()
         return self._processed(logits[:, None], 0)[:, 0]
 
-    def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
+    def extend(
+        self, tokens: Tensor, parents: Tensor | None = None, ancestors: Tensor | None = None
+    ) -> Tensor:
         """Feeds n more nodes. Returns [B, n, V']: the logits for their children.
 
         tokens: int64 [B, n], as drawn (rows of the draft vocabulary). parents: int64 [B, n],
         numbers of fed nodes, −1 for the root; None: the n nodes continue a chain. In one draft,
         either all calls pass parents or none does. The k-th call that passes parents feeds nodes at
-        depth k.
+        depth k. ancestors: bool [B, m, m], of all fed nodes then; None: they follow from the
+        parents.
         """
         count = tokens.shape[1]
         self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
         if parents is not None:
             self.depth, self.parents = self.depth + 1, parents
-            self.ancestors = grown_ancestors(self.ancestors, parents)
+            known = ancestors is not None
+            self.ancestors = ancestors if known else grown_ancestors(self.ancestors, parents)
         return self._processed(self._extend(count), count)
 
     def ids(self, drawn: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class _Level:
     parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
     [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. expanded: int64
     [e], the expanded nodes. fed_parents: int64 [e], their parents, as numbers of fed nodes.
+    fed_ancestors: bool [m, m], of the nodes that are fed down to this depth.
     """
 
     first: int
@@ -50,6 +51,7 @@ class _Level:
     with_order: list[Tensor]
     expanded: Tensor
     fed_parents: Tensor
+    fed_ancestors: Tensor
 
 
 class _Plan:
@@ -71,7 +73,8 @@ class _Plan:
         expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
         rows = np.searchsorted(expanded, above)
         self.parents, self.q_rows = on_device(above), on_device(rows)
-        self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
+        ancestors = structure.ancestors()[:nodes, :nodes]
+        self.ancestors = on_device(ancestors)
         self.by_depth = np.bincount(structure.depths[:nodes], minlength=1)[1:]
         self.levels = []
         before = 0  # row of q of the first expanded node of the level above
@@ -79,6 +82,7 @@ class _Plan:
             at = np.flatnonzero(structure.depths[:nodes] == level)
             inner = np.flatnonzero(np.isin(at, expanded))
             orders = structure.orders[at]
+            fed = expanded[(expanded >= 0) & (expanded <= at[-1])]
             self.levels.append(
                 _Level(
                     int(at[0]),
@@ -89,6 +93,7 @@ class _Plan:
                     [on_device(np.flatnonzero(orders == i)) for i in range(orders.max() + 1)],
                     on_device(inner),
                     on_device(rows[at[inner]] - 1),
+                    on_device(ancestors[np.ix_(fed, fed)]),
                 )
             )
             before = int(rows[at].max()) + 1
@@ -146,7 +151,9 @@ class FixedTree(Shape):
                     plan = self._plan(depth, growth.device)
                     break
                 logits = growth.extend(
-                    drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
+                    drawn[-1][:, level.expanded],
+                    level.fed_parents.expand(rows, -1).contiguous(),
+                    level.fed_ancestors.expand(rows, -1, -1),
                 )
         tokens = growth.ids(torch.cat(drawn, 1))
         deepest = np.minimum(limits.depths, len(drawn))

@@ -14,10 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend, AttentionMask
+from decode.model.forward.rotations import Rotation
 from heads.layers.llama_layer import Attention, init_layer
-
-# cos and sin of positions, [B, n, D] each.
-Turns = tuple[Tensor, Tensor]
 
 # The blocks that attend in one call. The mask has a column for each token of these blocks.
 TOGETHER = 32
@@ -34,13 +32,13 @@ class BlockAttention(Attention):
         self.q_norm = LlamaRMSNorm(self.size, eps=config.rms_norm_eps)
         self.k_norm = LlamaRMSNorm(self.size, eps=config.rms_norm_eps)
 
-    def keys_and_values(self, x: Tensor, turns: Turns) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, x: Tensor, turns: Rotation) -> tuple[Tensor, Tensor]:
         """[B, G, n, D] each, for [B, n, H]."""
         values = self.v_proj(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
         keys = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.size))).transpose(1, 2)
         return _rotated(keys, turns).to(values.dtype), values
 
-    def forward(self, x: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, turns: Rotation, attend: Attend) -> Tensor:
         """Return [B, n, H] for the normed states of the block, [B, n, H]."""
         keys, values = self.keys_and_values(x, turns)
         queries = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size))).transpose(1, 2)
@@ -68,14 +66,14 @@ class BlockLayer(nn.Module):
         """See `init_layer`."""
         init_layer(self, spread)
 
-    def forward(self, states: Tensor, turns: Turns, attend: Attend) -> Tensor:
+    def forward(self, states: Tensor, turns: Rotation, attend: Attend) -> Tensor:
         """[B, n, H] → [B, n, H]."""
         states = states + self.self_attn(self.input_layernorm(states), turns, attend)
         update: Tensor = self.mlp(self.post_attention_layernorm(states))
         return states + update
 
 
-def _rotated(heads: Tensor, turns: Turns) -> Tensor:
+def _rotated(heads: Tensor, turns: Rotation) -> Tensor:
     """heads: [B, N, n, D]."""
     cos, sin = (x[:, None] for x in turns)
     rotated: Tensor = heads * cos + rotate_half(heads) * sin

@@ -22,6 +22,7 @@ from transformers.modeling_layers import MtpLayer
 from decode.base.errors import UserError
 from decode.model.cache_names import with_cache
 from decode.model.forward.attention_mask import Attend
+from decode.model.forward.rotations import Rotation
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import explained
 from heads.layers.llama_layer import Rotary
@@ -122,7 +123,7 @@ class FamilyRotary(Rotary):
         self._by_layer = bool(config.nested_rope_parameter_keys(parameters))
         self._layer_types: Any = getattr(config, "layer_types", None)
 
-    def in_layer(self, layer: int, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    def in_layer(self, layer: int, positions: Tensor, like: Tensor) -> Rotation:
         """As a call, for the kind of a layer."""
         kind = (self._layer_types[layer],) if self._by_layer else ()
         return self(positions, like, *kind)

@@ -39,7 +39,7 @@ class Rotary:
         self._config, self._kind = config, kind
         self._rotations: dict[torch.device, Rotations] = {}
 
-    def __call__(self, positions: Tensor, like: Tensor, *kind: str) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor, like: Tensor, *kind: str) -> Rotation:
         """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n].
         kind: the type of layer, for a module that takes it."""
         device = positions.device
@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, key_size, bias=False)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
 
-    def mixed(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def mixed(self, x: Tensor, turns: Rotation, attend: Attend) -> Tensor:
         """The input of `o_proj`. turns: cos and sin of the tokens' positions."""
         queries, keys, values = (
             layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
@@ -73,7 +73,7 @@ class Attention(nn.Module):
         queries, keys = apply_rotary_pos_emb(queries, keys, *turns)
         return attend(queries, keys, values).transpose(1, 2).flatten(2)
 
-    def forward(self, x: Tensor, turns: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, turns: Rotation, attend: Attend) -> Tensor:
         outputs: Tensor = self.o_proj(self.mixed(x, turns, attend))
         return outputs
 
@@ -140,14 +140,14 @@ class DraftLayer(PackedLayer):
         self,
         residual: Tensor,
         attention_input: Tensor,
-        turns: tuple[Tensor, Tensor],
+        turns: Rotation,
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream [B, n, H]. attention_input: [B, n, R]. read: int64 [m],
         places of the flattened tokens, whose stream alone is returned; None: all."""
         if self._lean:
-            outputs: Tensor = self._lean[0](residual, Rotation(*turns), attend, attention_input)
+            outputs: Tensor = self._lean[0](residual, turns, attend, attention_input)
             return outputs if read is None else outputs.flatten(0, 1)[read]
         mixed = self.self_attn.mixed(attention_input, turns, attend)
         if read is not None:

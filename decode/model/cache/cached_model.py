@@ -55,7 +55,7 @@ class CachedLM(CachedRows):
     Each forward stores them in `features`, [B, n, H], and in `fed` how many tokens it computed,
     over all rows, with its padding. pass_tokens: see `read`. trial: it serves a trial
     (`decode.model.trials`), so it needs none itself. forward: what runs the model; None: its
-    prepared form. watch: called before the attention of each layer, with the layer's number and the
+    prepared form. watch: called for the attention of each layer, with the layer's number and the
     arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
     model's config says. See `narrow`. How rows begin, join and leave is in `CachedRows`.
     """

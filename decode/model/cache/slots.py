@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from decode.base.device import to_device
+from decode.base.device import reads_are_free, to_device
 from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
@@ -31,7 +31,7 @@ class _Window:
     """Where the current forward writes, and which slots its attention gets. All layers of one cache
     share it."""
 
-    # The first slot if all rows start at the same slot. None: where tokens go is in tensors.
+    # The first slot if all rows start at the same slot. None: `slots_on` says where tokens go.
     begin: int | None = None
     end: int = 0  # one past the last slot any row uses, rounded up to a step
     fresh: bool = True  # all rows were empty before
@@ -42,9 +42,15 @@ class _Window:
     # are those of this list, as of one row, [1, T, …]. None: [B, n, …].
     real: RealTokens | None = None
 
-    def scatter(self, rows: Tensor, slots: Tensor) -> None:
-        """rows: [B, 1]; slots: [B, n], each token's slot. Of a list of tokens: [1, T] each."""
-        self._slots = {rows.device: (rows, slots)}
+    def __init__(self) -> None:
+        self.feed(np.zeros(0, dtype=np.int64), 0)
+
+    def feed(self, starts: np.ndarray, n: int) -> None:
+        """The rows feed n tokens each, or those of `real`. starts: int [B], the slots of the first
+        ones."""
+        # A copy: the caller may count these tokens before they are written.
+        self.starts, self._n = np.array(starts, dtype=np.int64), n
+        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def count(self) -> int:
@@ -61,10 +67,17 @@ class _Window:
         return cache[rows_B1, :, slots].transpose(1, 2)
 
     def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The arguments of `scatter`, on the device of a layer."""
+        """The row of each fed token, [B, 1], and its slot, [B, n], on the device of a layer. Of a
+        list of tokens: [1, T] each."""
         if device not in self._slots:
-            rows, slots = next(iter(self._slots.values()))
-            self._slots[device] = rows.to(device), slots.to(device)
+            if self.real is None:
+                rows, columns = np.arange(len(self.starts))[:, None], np.arange(self._n)
+                slots = self.starts[:, None] + columns
+            else:
+                rows, columns = self.real.rows[None], self.real.columns
+                slots = self.starts[rows] + columns
+            rows = rows + self.rows.start
+            self._slots[device] = to_device(rows, device), to_device(slots, device)
         return self._slots[device]
 
 
@@ -204,16 +217,11 @@ class Slots:
             capacity = self.allocated[1]
             read = sliding.slots(base, ends, window.end, capacity, self._step)
             window.read = read if isinstance(read, slice) else to_device(read, self.device)
-        if window.real is not None:
-            rows, columns = window.real.rows, window.real.columns
-            slots = to_device(start[rows] + columns, self.device)
-            window.scatter(to_device(first + rows, self.device)[None], slots[None])
-        elif least == last:
+        window.feed(start, n)
+        if window.real is None and least == last:
             window.begin = least
-        else:
-            rows_B1 = torch.arange(first, first + len(start), device=self.device)[:, None]
-            first_B1 = to_device(start, self.device)[:, None]
-            window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
+        elif self.device.type != "cpu":  # before the pass, which may be a graph
+            window.slots_on(self.device)
 
     @property
     def real(self) -> RealTokens | None:
@@ -263,6 +271,9 @@ class Slots:
         if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
             return None
         read, begin = self._window.read, self._window.begin
+        host = reads_are_free(self.device)
+        if isinstance(read, slice) and ancestors_BNM is not None and inside_window and host:
+            return self._tree_mask(base_B1[:, 0] - read.start, ancestors_BNM)
         slots = read  # [S] or [B, S]
         if isinstance(slots, slice):
             if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
@@ -303,6 +314,22 @@ class Slots:
                 near = near | ~past_B1S
             seen = seen & near
         return seen[:, None] if real is None else seen.transpose(0, 1)[None]
+
+    def _tree_mask(self, base_B: Tensor, ancestors_BNM: Tensor) -> Tensor:
+        """As `mask`, for trees without a window on a CPU: few rows are copied, without the many
+        operations that do all at once. base_B: counted from the first slot that attention gets."""
+        window, (rows,), (_, n, m) = self._window, base_B.shape, ancestors_BNM.shape
+        real, trees = window.real, ancestors_BNM.expand(rows, -1, -1).numpy()
+        bounds = range(0, (rows + 1) * n, n) if real is None else real.bounds.tolist()
+        seen = np.zeros((bounds[-1], window.count), dtype=bool)
+        for row, base in enumerate(base_B.tolist()):
+            part = seen[bounds[row] : bounds[row + 1]]
+            part[:, :base] = True
+            # Nodes that are not fed may be past the last slot.
+            part = part[:, base : base + m]
+            part[:] = trees[row, : len(part), : part.shape[1]]
+        found = torch.from_numpy(seen)
+        return found.view(rows, 1, n, -1) if real is None else found[None, None]
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """Keep a path of the last forward: column `columns_BM[b, m]`, int64 [B, M], moves to slot

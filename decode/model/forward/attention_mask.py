@@ -48,8 +48,8 @@ class AttentionMask:
     """Which slots each token of a pass may see, and the attention under it.
 
     visible: bool [B, 1, n, S], or [1, 1, T, S] of a list of tokens, or an additive mask of that
-    shape, or None for plain causal attention among the n tokens. watch: called before each
-    attention under this mask.
+    shape, or None for plain causal attention among the n tokens. watch: called for each attention
+    under this mask.
     """
 
     def __init__(

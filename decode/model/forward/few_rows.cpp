@@ -180,19 +180,29 @@ struct Token {
   int64_t* own;
 };
 
-// What all layers of a pass share. cos, sin: [..., rotated], for that many numbers of a head. mask: the
-// slots that a token sees, [..., S], or null if it sees all. where: [T]. bounds: [blocks + 1], the first
-// token of each block: some tokens of one text, at most `TOKENS`, that attend together.
+// What all layers of a pass share. texts: how many there are, from the text number `text` of the cache on.
+// starts: [texts], the slot of the first token of each. counts: [texts], how many tokens of each are in the list
+// of tokens, or null: each has `most`. No text has more than `most`.
+// cos, sin: [positions, rotated], for that many numbers of a head. turns: the position of each token there. mask:
+// the slots that a token sees, [..., S], or null if it sees all. How far apart texts and tokens are in `turns` and
+// `mask`: those of a list are one text there.
 // read: the slots that attention gets, [B, S], or null for those from `from` on.
+// `look_up` makes the last three. where: [T]. bounds: [blocks + 1], the first token of each block: some tokens of
+// one text, at most `TOKENS`, that attend together.
 struct Pass {
-  int64_t tokens, blocks, slots, from;
+  int64_t texts, text, most, tokens, slots, from;
+  const int64_t *starts, *counts;
   const Number *cos, *sin;
+  const int64_t* turns;
   const bool* mask;
-  Token* where;
-  const int64_t *bounds, *read;
+  int64_t turn_row, turn_column, mask_row, mask_column;
+  const int64_t* read;
   int64_t read_text, cache_text, cache_head, rotated;
   Number *normed, *qkv, *mixed, *gated, *between;  // scratch: T times H, (N+2K)·D, N·D, I, H
   float* parts;  // [T, N, chunks, D + 2]: of a text of several chunks, what `attend` made of each
+  int64_t blocks;
+  Token* where;
+  int64_t* bounds;
 };
 
 static void turn(Number* head, const Number* cos, const Number* sin, int64_t size) {
@@ -262,24 +272,44 @@ static void begins(const Layer* layer, const Pass* pass, const Number* x, Number
   }
 }
 
-// What each token sees, for all layers of the pass. own: [T, most], for the slots of branches; no text has
-// more than `most` tokens.
-void look_up(const Pass* pass, int64_t* own, int64_t most) {
-  int64_t begin = 0;  // the slot of the first token of a text
-  for (int64_t row = 0; row < pass->tokens; row++, own += most) {
-    Token& token = pass->where[row];
-    if (!row || token.text != pass->where[row - 1].text) begin = token.slot;
+// Which slots the tokens of a text see, for all layers of the pass. begin: the slot of its first one. own: [n,
+// most], for the slots of branches.
+static void look_up_text(const Pass* pass, Token* tokens, int64_t count, int64_t begin, int64_t* own) {
+  const int64_t* listed = pass->read ? pass->read + tokens->text * pass->read_text : nullptr;
+  for (int64_t column = 0; column < count; column++, own += pass->most) {
+    Token& token = tokens[column];
     const bool* mask = pass->mask ? pass->mask + token.seen : nullptr;
     token.slots = seen_slots(mask, pass->slots), token.own = nullptr;
     if (!mask) continue;
-    const int64_t* listed = pass->read ? pass->read + token.text * pass->read_text : nullptr;
     int64_t s = listed ? std::find(listed, listed + pass->slots, begin) - listed : begin - pass->from;
-    int64_t count = 0;
-    for (; s < token.slots && count < most; s++)
-      if (mask[s]) own[count++] = s;
-    if (!count || own[0] + count == token.slots) continue;
-    token.own = own, token.first = own[0], token.slots = own[0] + count;
+    int64_t number = 0;
+    for (; s < token.slots && number < pass->most; s++)
+      if (mask[s]) own[number++] = s;
+    if (!number || own[0] + number == token.slots) continue;
+    token.own = own, token.first = own[0], token.slots = own[0] + number;
   }
+}
+
+// Where the tokens of a pass are, and what each of them sees. memory: T · (a `Token` + 1 + most) + 1 numbers.
+void look_up(Pass* pass, int64_t* memory) {
+  pass->where = (Token*)memory;
+  pass->bounds = memory + pass->tokens * (sizeof(Token) / sizeof(int64_t));
+  int64_t *own = pass->bounds + pass->tokens + 1, token = 0;
+  pass->blocks = 0;
+  for (int64_t row = 0; row < pass->texts; row++) {
+    const int64_t begin = pass->starts[row], count = pass->counts ? pass->counts[row] : pass->most;
+    for (int64_t column = 0; column < count; column++) {
+      if (column % TOKENS == 0) pass->bounds[pass->blocks++] = token + column;
+      const int64_t text = pass->counts ? 0 : row, place = pass->counts ? token + column : column;
+      pass->where[token + column] = {pass->text + row, begin + column,
+                                     text * pass->mask_row + place * pass->mask_column,
+                                     pass->turns[text * pass->turn_row + place * pass->turn_column] * pass->rotated,
+                                     0, 0, nullptr};
+    }
+    if (count) look_up_text(pass, pass->where + token, count, begin, own);
+    token += count, own += count * pass->most;
+  }
+  pass->bounds[pass->blocks] = token;
 }
 
 // Attention of all tokens in `pass->mixed`. All threads call this.
@@ -402,26 +432,46 @@ static void ends(const Layer* layer, const Pass* pass, const Number* states, con
   }
 }
 
-void layer_begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
+// One layer, or only one of its parts. x: the input of attention, which is `states` where that has a norm.
+void layer(const Layer* layer, const Pass* pass, const Number* states, const Number* x, Number* keys,
+           Number* values, Number* y, int32_t attention, int32_t mlp) {
 #pragma omp parallel
-  begins(layer, pass, x, keys, values);
+  {
+    if (attention) begins(layer, pass, x, keys, values);
+    ends(layer, pass, states, keys, values, y, attention, mlp);
+  }
 }
 
-void layer_ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
-                const Number* values, Number* y, int32_t attention, int32_t mlp) {
-#pragma omp parallel
-  ends(layer, pass, states, keys, values, y, attention, mlp);
-}
+// The norm after the last layer, and the output layer.
+struct Output {
+  const Number *norm, *bias;
+  const char* blocks;
+  float eps, offset;
+  int64_t form, hidden, out;
+  Number *normed, *logits;
+};
 
-// Layers with all their parts, one after the other. outputs: the states after each of them.
+// Layers with all their parts, one after the other. outputs: the states after each of them. output: what follows
+// them, or null.
 void layers(const Layer* const* every, const Pass* const* passes, const Number* states,
-            Number* const* keys, Number* const* values, Number* const* outputs, int64_t count) {
+            Number* const* keys, Number* const* values, Number* const* outputs, int64_t count,
+            const Output* output) {
 #pragma omp parallel
-  for (int64_t i = 0; i < count; i++) {
-    const Number* x = i ? outputs[i - 1] : states;
-    begins(every[i], passes[i], x, keys[i], values[i]);
-    ends(every[i], passes[i], x, keys[i], values[i], outputs[i], true, true);
+  {
+    const Number* x = states;
+    for (int64_t i = 0; i < count; x = outputs[i++]) {
+      begins(every[i], passes[i], x, keys[i], values[i]);
+      ends(every[i], passes[i], x, keys[i], values[i], outputs[i], true, true);
 #pragma omp barrier
+    }
+    if (output) {
+      const int64_t rows = passes[0]->tokens, hidden = output->hidden;
+#pragma omp for
+      for (int64_t row = 0; row < rows; row++)
+        normed(x + row * hidden, output->norm, output->offset, output->eps, output->normed + row * hidden, 1, hidden);
+      product_share(output->normed, {output->blocks, int(output->form)}, output->bias, nullptr, output->logits, rows,
+                    hidden, output->out, PLAIN);
+    }
   }
 }
 

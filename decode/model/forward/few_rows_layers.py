@@ -1,5 +1,5 @@
-"""Whole layers of the lean forward for a pass over few tokens: one call of C++ for all of them, or
-two calls for a layer alone (`few_rows.cpp`).
+"""Whole layers of the lean forward for a pass over few tokens: one call of C++ for all of them and
+the output layer, or for a layer alone (`few_rows.cpp`).
 
 A layer is run so if it has the parts of llama: RMS norms before attention and before a gated
 network with SiLU, rotary positions, and biases of queries, keys and values only. A layer of heads
@@ -25,8 +25,7 @@ from decode.model.forward.rotations import Rotation
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
-# `CHUNK` and `TOKENS` of few_rows_attention.h.
-CHUNK, TOGETHER = 512, 4
+CHUNK = 512  # that of few_rows_attention.h
 TOKEN = 7  # numbers of a `Token` of few_rows.cpp
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -52,10 +51,24 @@ class _Pass(ctypes.Structure):
 
     address: int
     _fields_ = (
-        *((name, _int) for name in ("tokens", "blocks", "slots", "begin_read")),
-        *((name, _pointer) for name in ("cos", "sin", "mask", "where", "bounds", "read")),
-        *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
+        *((name, _int) for name in ("texts", "text", "most", "tokens", "slots", "begin_read")),
+        *((name, _pointer) for name in ("starts", "counts", "cos", "sin", "turns", "mask")),
+        *((name, _int) for name in ("turn_row", "turn_column", "mask_row", "mask_column")),
+        *(("read", _pointer), ("read_text", _int)),
+        *((name, _int) for name in ("cache_text", "cache_head", "rotated")),
         *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
+        *(("blocks", _int), ("where", _pointer), ("bounds", _pointer)),
+    )
+
+
+class _Output(ctypes.Structure):
+    """`Output` of few_rows.cpp."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("norm", "bias", "blocks")),
+        *((name, _float) for name in ("eps", "offset")),
+        *((name, _int) for name in ("form", "hidden", "out")),
+        *((name, _pointer) for name in ("normed", "logits")),
     )
 
 
@@ -161,26 +174,26 @@ def few_rows_layer(
     return FewRowsLayer(parts, first, second, gates, last) if fits else None
 
 
+def widest(layers: Iterable[FewRowsLayer]) -> tuple[int, ...]:
+    """The largest `widths` of some layers."""
+    return tuple(map(max, zip(*[layer.widths for layer in layers], strict=True)))
+
+
 class FewRowsPass:
     """One pass over few tokens. Layers with the same mask, rotation and place of keys share what
     C++ needs to know of it.
 
     states: [B, n, H], the input of the first layer, or [1, T, H], those of the `real` tokens only.
-    layers: all of them, for the sizes of the scratch memory.
+    widths: those of its layers, or of the `widest`, for the sizes of the scratch memory.
     """
 
     def __init__(
-        self, states: Tensor, layers: Sequence[FewRowsLayer], real: RealTokens | None = None
+        self, states: Tensor, widths: Sequence[int], real: RealTokens | None = None
     ) -> None:
         self._states, self._real = states, real
         texts, tokens, _ = states.shape
         rows = texts * tokens
-        # Where each token of the pass is: its text, and its place among those of the text.
-        self._rows, self._columns = np.divmod(np.arange(rows), tokens)
-        self._most = tokens  # of a text
-        if real is not None:
-            self._rows, self._columns, self._most = real.rows, real.columns, real.width
-        widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
+        self._most = tokens if real is None else real.width  # of a text
         self._scratch = states.new_empty(rows, sum(widths))
         address, step = self._scratch.data_ptr(), rows * states.itemsize
         self._places = [address + step * x for x in accumulate(widths[:-1], initial=0)]
@@ -202,7 +215,7 @@ class FewRowsPass:
             tokens = int(real.counts.max())
         return (
             tokens <= MOST_TOKENS
-            and {rotation.cos.dtype for rotation in rotations} <= {dtype}
+            and {rotation.dtype for rotation in rotations} <= {dtype}
             # `None not in` would compare tensors with None, which takes as long as a sum of them.
             and (tokens == 1 or not any(mask.visible is None for mask in masks))
             and set(map(type, slots)) == {SlotLayer}
@@ -225,17 +238,20 @@ class FewRowsPass:
         found, result = few_rows.library(states.dtype), torch.empty_like(states)
         assert found is not None
         (place,) = self._shared([layer], {"": rotation}, [""], [mask], [slots])
-        keys, values = slots.addresses
-        if attention:
-            read = states if layer.parts.attention_in is not None else attention_input
-            assert read is not None
-            found.layer_begins(layer.address, place, read.data_ptr(), keys, values)
-            if mask.watch is not None:
-                seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
-                mask.watch(self._queries(layer), *seen, layer.scale)
-        found.layer_ends(
-            layer.address, place, states.data_ptr(), keys, values, result.data_ptr(), attention, mlp
+        read = states if layer.parts.attention_in is not None else attention_input
+        found.layer(
+            layer.address,
+            place,
+            states.data_ptr(),
+            None if read is None else read.data_ptr(),
+            *slots.addresses,
+            result.data_ptr(),
+            attention,
+            mlp,
         )
+        if attention and mask.watch is not None:
+            seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
+            mask.watch(self._queries(layer), *seen, layer.scale)
         return result
 
     def run_all(
@@ -246,10 +262,12 @@ class FewRowsPass:
         masks: Sequence[AttentionMask],
         slots: Sequence[SlotLayer],
         kept: Sequence[int],
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The states after all layers, in one call, and those after the layers `kept`, by their
-        numbers. kinds: which of the rotations each layer has. No mask has a watch. masks, slots:
-        one for each layer."""
+        read_out: tuple[LeanNorm, PackedLinear] | None,
+    ) -> tuple[Tensor, dict[int, Tensor], Tensor | None]:
+        """The states after all layers, in one call, those after the layers `kept`, by their
+        numbers, and the logits. kinds: which of the rotations each layer has. No mask has a watch.
+        masks, slots: one for each layer. read_out: the last norm and the output layer; the states
+        after all layers are normed then. None: no logits."""
         states, count = self._states, len(layers)
         found = few_rows.library(states.dtype)
         assert found is not None
@@ -262,6 +280,24 @@ class FewRowsPass:
         for number, x in features.items():
             outputs[number] = x.data_ptr()
         pointers = _pointer * count
+        logits, normed, output = None, None, _Output()
+        if read_out is not None:
+            norm, product = read_out
+            blocks, bias = product.blocks
+            out = len(blocks) * few_rows.NUMBERS[states.dtype].outputs
+            logits, normed = states.new_empty(*states.shape[:2], out), torch.empty_like(states)
+            output = _Output(
+                norm.weight.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+                blocks.address,
+                norm.eps,
+                norm.offset,
+                blocks.form,
+                states.shape[2],
+                out,
+                normed.data_ptr(),
+                logits.data_ptr(),
+            )
         found.layers(
             pointers(*[layer.address for layer in layers]),
             pointers(*places),
@@ -270,9 +306,12 @@ class FewRowsPass:
             pointers(*[x.addresses[1] for x in slots]),
             pointers(*outputs),
             count,
+            None if read_out is None else ctypes.byref(output),
         )
         last = count - 1
-        return features[last] if last in features else two[last % 2], features
+        if normed is None:
+            normed = features[last] if last in features else two[last % 2]
+        return normed, features, logits
 
     def _queries(self, layer: FewRowsLayer) -> Tensor:
         """[B, N, n, D]."""
@@ -292,19 +331,20 @@ class FewRowsPass:
         slots: Sequence[SlotLayer],
     ) -> list[int]:
         """The address of the `_Pass` of each layer. Its slots have memory from now on."""
-        for layer, slot in zip(layers, slots, strict=True):
+        places, place = list[int](), 0
+        last: Any = None
+        for layer, mask, kind, slot in zip(layers, masks, kinds, slots, strict=True):
             if not slot.is_initialized:
                 shape = 1, layer.parts.key_heads, 0, layer.parts.head_size
                 nothing = self._states.new_empty(shape)
                 slot.lazy_initialization(nothing, nothing)
-        every = [(x, kind, slot.strides) for x, kind, slot in zip(masks, kinds, slots, strict=True)]
-        for number, key in enumerate(every):
-            if key not in self._passes:
-                mask, kind, _ = key
-                self._passes[key] = self._made(
-                    layers[number], rotations[kind], mask.visible, slots[number]
-                )
-        return [self._passes[key].address for key in every]
+            key = mask, kind, slot.strides
+            if key != last:  # most layers are alike
+                if key not in self._passes:
+                    self._passes[key] = self._made(layer, rotations[kind], mask.visible, slot)
+                last, place = key, self._passes[key].address
+            places += (place,)
+        return places
 
     def _made(
         self,
@@ -313,53 +353,48 @@ class FewRowsPass:
         mask: Tensor | None,
         slots: SlotLayer,
     ) -> _Pass:
-        window, cos, sin = slots.window, rotation.cos, rotation.sin
+        window, real, (cos, sin, turns) = slots.window, self._real, rotation.tables
+        tokens, most = self._states.shape[0] * self._states.shape[1], self._most
         assert slots.strides[2:] == (layer.parts.head_size, 1)
-        if mask is not None and mask.stride(3) != 1:
-            mask = mask.contiguous()
-        rows, columns, tokens = self._rows, self._columns, len(self._rows)
-        placed: Any = columns + (window.begin or 0)
-        if window.begin is None:
-            placed = window.slots_on(slots.keys.device)[1].flatten().numpy()
-        every = np.arange(tokens)
-        # Where the rotation and the mask of each token begin: those of a list are one row.
-        row, column = (rows, columns) if self._real is None else (0, every)
-        turned = row * _step(cos, 0) + column * cos.stride(1)
-        seen = every if mask is None else row * _step(mask, 0) + column * mask.stride(2)
-        first, most = window.rows.start, self._most
-        where = np.empty((tokens, TOKEN), dtype=np.int64)
-        own = np.empty((tokens, most), dtype=np.int64)
-        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = first + rows, placed, seen, turned
-        (begins,) = (columns % TOGETHER == 0).nonzero()
-        bounds = np.empty(len(begins) + 1, dtype=np.int64)
-        bounds[:-1], bounds[-1] = begins, tokens
         normed, qkv, mixed, gated, between = self._places
         made = _Pass(
+            texts=len(window.starts),
+            text=window.rows.start,
+            most=most,
             tokens=tokens,
-            blocks=len(begins),
             slots=window.count,
+            starts=torch.from_numpy(window.starts).data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            where=torch.from_numpy(where).data_ptr(),
-            bounds=torch.from_numpy(bounds).data_ptr(),
+            turns=turns.data_ptr(),
+            turn_row=_step(turns, 0),
+            turn_column=turns.stride(1),
             cache_text=slots.strides[0],
             cache_head=slots.strides[1],
-            rotated=cos.shape[2],
+            rotated=cos.shape[1],
             normed=normed,
             qkv=qkv,
             mixed=mixed,
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, mask, where, bounds, own
+        self._kept += cos, sin, turns, window.starts
+        if real is not None:
+            counts = np.ascontiguousarray(real.counts, dtype=np.int64)
+            made.counts = torch.from_numpy(counts).data_ptr()
+            self._kept.append(counts)
         if mask is not None:
+            if mask.stride(3) != 1:
+                mask = mask.contiguous()
             made.mask = mask.data_ptr()
+            made.mask_row, made.mask_column = _step(mask, 0), mask.stride(2)
+            self._kept.append(mask)
         if isinstance(window.read, slice):
             made.begin_read = window.read.start
         else:
             read = window.read.contiguous()
             made.read_text = read.stride(0)
-            made.read = read.data_ptr() - first * read.stride(0) * read.itemsize
+            made.read = read.data_ptr() - made.text * read.stride(0) * read.itemsize
             self._kept.append(read)
         chunks = -(-(made.begin_read % CHUNK + made.slots) // CHUNK)
         if chunks > 1:
@@ -370,7 +405,9 @@ class FewRowsPass:
         made.address = ctypes.addressof(made)
         found = few_rows.library(self._states.dtype)
         assert found is not None
-        found.look_up(made.address, torch.from_numpy(own).data_ptr(), most)
+        memory = torch.empty(tokens * (TOKEN + 1 + most) + 1, dtype=torch.int64)
+        self._kept.append(memory)
+        found.look_up(made.address, memory.data_ptr())
         return made
 
 

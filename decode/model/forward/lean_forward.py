@@ -22,7 +22,7 @@ from decode.model.forward.attention_mask import (
     AttentionMask,
     SlotAttention,
 )
-from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
+from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass, widest
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer
 from decode.model.forward.lean_parts import LeanNorm, PackedLayer, PackedLinear
@@ -64,14 +64,24 @@ class LeanForward(PackedLayer):
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts) for parts in layers)
         self._rotations, self._kinds = Rotations(rotary), [str(parts.kind) for parts in layers]
-        self.refresh()
         self.output = output_product(output)
+        self.refresh()
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
 
     def refresh(self) -> None:
         # Each pass reads them, and a look-up among the parts of modules is slow.
         every: list[FewRowsLayer | None] = [layer.few_rows for layer in self.layers]  # type: ignore[misc]
         self._few_rows = [layer for layer in every if layer is not None]
+        self._widths = widest(self._few_rows)
+        # What the C++ of the layers goes on with.
+        self._read_out: tuple[LeanNorm, PackedLinear] | None = None
+        norm, output = self.norm, self.output
+        if (
+            isinstance(output, PackedLinear)
+            and output.has_blocks
+            and norm.in_cpp == output.inputs[1]
+        ):
+            self._read_out = norm, output
 
     @property
     def keeps_bits(self) -> bool:
@@ -98,13 +108,15 @@ class LeanForward(PackedLayer):
     def rotations(self, states: Tensor, positions: Tensor) -> dict[str, Rotation]:
         """By layer type; under "" if all types share one. positions: int64 [B, n]."""
         if not self.rotary_kinds:
-            return {"": Rotation(*self._rotations.of(positions, states))}
+            return {"": self._rotations.of(positions, states)}
         every = self.rotary_kinds
-        return {kind: Rotation(*self._rotations.of(positions, states, kind)) for kind in every}
+        return {kind: self._rotations.of(positions, states, kind) for kind in every}
 
     def read_out(self, states: Tensor) -> Tensor:
         """[B, n, V]: logits, for normed states."""
-        logits: Tensor = self.output(states)
+        return self._capped(self.output(states))
+
+    def _capped(self, logits: Tensor) -> Tensor:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def forward(
@@ -128,11 +140,18 @@ class LeanForward(PackedLayer):
         kinds = self._kinds if self.rotary_kinds else [""] * len(self._kinds)
         few_rows, layers = None, self._few_rows
         if layers and FewRowsPass.fits(states, rotations.values(), set(masks), slots, real):
-            few_rows = FewRowsPass(states, layers, real)
+            few_rows = FewRowsPass(states, self._widths, real)
         whole = len(layers) == len(masks) and not (self.skipped_attention or self.skipped_mlps)
         if few_rows is not None and whole and masks[0].watch is None:
             kept = [number for number in captured_layers if number != FINAL]
-            states, features = few_rows.run_all(layers, rotations, kinds, masks, slots, kept)
+            read_out = self._read_out if columns is None else None
+            states, features, logits = few_rows.run_all(
+                layers, rotations, kinds, masks, slots, kept, read_out
+            )
+            if logits is not None:
+                if FINAL in captured_layers:
+                    features[FINAL] = states
+                return self._capped(logits), features
         else:
             turns = [rotations[kind] for kind in kinds]
             every = zip(turns, masks, slots, strict=True)

@@ -41,7 +41,7 @@ class LeanLayer(nn.Module):
             if FewRowsPass.fits(states, [rotation], [mask], [slots], slots.real):
                 states = states.contiguous()
                 read = None if attention_input is None else attention_input.contiguous()
-                alone = FewRowsPass(states, [self.few_rows], slots.real)
+                alone = FewRowsPass(states, self.few_rows.widths, slots.real)
                 return alone.run(self.few_rows, states, rotation, mask, slots, attention_input=read)
         return self.feed_forward(self.attention(states, rotation, attend, attention_input))
 

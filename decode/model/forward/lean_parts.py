@@ -144,7 +144,8 @@ class LeanNorm(PackedLayer):
     """RMS norm (1910.07467) times `weight` + `offset`.
 
     Without C++ it is the layer norm of [x, −x], which has mean 0: PyTorch has one operation for
-    layer norm on a CPU, and about ten small ones for RMS norm.
+    layer norm on a CPU, and about ten small ones for RMS norm. in_cpp: the dtype of states that C++
+    norms.
     """
 
     def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
@@ -162,11 +163,11 @@ class LeanNorm(PackedLayer):
             weight = self.weight.detach()
             gain = weight.float() + self.offset if self.offset else weight
             self._gain = torch.cat([gain, gain])
-        self._in_cpp = weight.dtype if few_rows.runs(weight) else None
+        self.in_cpp = weight.dtype if few_rows.runs(weight) else None
         self._state = state
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self._in_cpp:
+        if x.dtype == self.in_cpp:
             return few_rows.normed(x, self.weight, self.offset, self.eps)
         size = x.shape[-1]
         # Without the function of `torch.nn`, whose checks take as long as the sums of a token.

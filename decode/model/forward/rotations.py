@@ -3,6 +3,7 @@
 Shapes: B rows, n tokens fed per row, R rotated numbers of a head, P known positions.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,17 +16,42 @@ BY_POSITION = ("default", "linear", "llama3", "yarn")
 
 
 class Rotation:
-    """cos and sin of the positions of a pass, [B, n, R] each, as transformers has them."""
+    """cos and sin of the positions of a pass, [B, n, R] each, as transformers has them.
 
-    def __init__(self, cos: Tensor, sin: Tensor) -> None:
-        self.cos, self.sin = cos, sin
+    They are given so, or by tables [P, R] of both and `places`, int64 [B or 1, n], the row of each
+    token in them. Layers in C++ read the tables.
+    """
+
+    def __init__(self, cos: Tensor, sin: Tensor, places: Tensor | None = None) -> None:
+        self._tables, self._places = (cos, sin), places
+        self._turns = None if places is not None else (cos, sin)
         self._halves: tuple[Tensor, Tensor] | None = None
+        self.dtype = cos.dtype
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self._turns is None:
+            cos, sin = self._tables
+            self._turns = cos[self._places], sin[self._places]
+        return iter(self._turns)
+
+    @property
+    def cos(self) -> Tensor:
+        return next(iter(self))
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables of cos and sin, and `places`."""
+        if self._places is None:
+            cos, sin = self._tables
+            self._tables = cos.flatten(0, 1).contiguous(), sin.flatten(0, 1).contiguous()
+            self._places = torch.arange(cos[..., 0].numel()).view(cos.shape[:2])
+        return *self._tables, self._places
 
     @property
     def halves(self) -> tuple[Tensor, Tensor]:
         """cos and sin as [B, n, 1, 2, R/2]. The first half of sin is negated."""
         if self._halves is None:
-            cos, sin = (x[:, :, None].unflatten(-1, (2, -1)) for x in (self.cos, self.sin))
+            cos, sin = (x[:, :, None].unflatten(-1, (2, -1)) for x in self)
             self._halves = cos, torch.cat([-sin[:, :, :, :1], sin[:, :, :, 1:]], 3)
         return self._halves
 
@@ -39,24 +65,23 @@ class Rotations:
 
     def __init__(self, rotary: nn.Module) -> None:
         self.rotary = rotary
-        self._tables: dict[Any, Tensor] = {}  # [P, 2, R] by the type of layer and the dtype
+        # cos and sin, [P, R] each, by the type of layer and the dtype.
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
-    def of(self, positions: Tensor, like: Tensor, *kind: str) -> tuple[Tensor, Tensor]:
-        """cos and sin, [B, n, R] each, in the dtype of `like`. positions: int64 [B, n]. kind: the
-        type of layer, for a module that takes it."""
+    def of(self, positions: Tensor, like: Tensor, *kind: str) -> Rotation:
+        """cos and sin in the dtype of `like`. positions: int64 [B, n]. kind: the type of layer, for
+        a module that takes it."""
         if self._by_position(*kind) and reads_are_free(positions.device) and positions.numel():
-            key, (first, last) = (kind, like.dtype), positions.aminmax()
+            key, (first, last) = (kind, like.dtype), map(int, positions.aminmax())
             table = self._tables.get(key)
-            if table is None or table.shape[0] <= last:
-                every = torch.arange(max(2 * int(last) + 1, 256), device=positions.device)[None]
+            if table is None or table[0].shape[0] <= last:  # `len` takes longer
+                every = torch.arange(max(2 * last + 1, 256), device=positions.device)[None]
                 with torch.inference_mode(False), torch.no_grad():  # also for a training
-                    table = torch.stack(self.rotary(like, every, *kind), 2)[0]
-                self._tables[key] = table
+                    cos, sin = self.rotary(like, every, *kind)
+                    table = self._tables[key] = cos[0].contiguous(), sin[0].contiguous()
             if first >= 0:
-                cos, sin = table[positions].unbind(2)
-                return cos, sin
-        turns: tuple[Tensor, Tensor] = self.rotary(like, positions, *kind)
-        return turns
+                return Rotation(*table, positions)
+        return Rotation(*self.rotary(like, positions, *kind))
 
     def _by_position(self, *kind: str) -> bool:
         """Whether the angles depend on the position alone."""
