@@ -145,6 +145,8 @@ class Limits:
         of their nodes, float32 [B, N], the parents of these, int64 [B, N], or None for chains, and
         `source`. A draft then says how sure the drafter was (`Draft.confidence`), if it can.
     source: the number of this drafter among several that are asked in turn.
+    by_source: the max depth of each of several that this drafter asks in turn, beside `depths`. 0:
+        it rests. Those past the end have `depths` alone.
     """
 
     depths: np.ndarray
@@ -152,6 +154,7 @@ class Limits:
     stops_after: bool = False
     grows: Grows | None = None
     source: int = 0
+    by_source: Sequence[int] = ()
 
     @property
     def max_depth(self) -> int:
@@ -183,7 +186,9 @@ class Draft:
         None: no row.
     confidence: float32 [B, N] or None: how likely the target accepts a node if it accepts those
         above it, as the drafter knew it before the node was drawn. None: the drafter does not say.
-    sources: int [B] on the host or None: which of several drafters drafted each row.
+    sources: int [B] on the host or None: which of several drafters that are asked in turn drafted
+        each row, −1: none. asked: of each of them the seconds of the host in which it drafted, 0 if
+        it was not asked, and how deep its drafts are.
     went: the depth that the drafter drafted to, if nodes were left out since. Else 0.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
@@ -201,6 +206,7 @@ class Draft:
     _chosen_rows: np.ndarray | None = None
     confidence: Tensor | None = field(default=None, kw_only=True)
     sources: np.ndarray | None = field(default=None, kw_only=True)
+    asked: Sequence[tuple[float, int]] = field(default=(), kw_only=True)
     went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
@@ -247,6 +253,7 @@ class Draft:
             self._host_parents,
             confidence=move(self.confidence),
             sources=self.sources,
+            asked=self.asked,
             went=self.went,
         )
 

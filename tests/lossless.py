@@ -384,7 +384,8 @@ class Priced(Worth):
 
     def depths(self) -> np.ndarray:
         super().depths()
-        self._asks = False
+        for source in self._sources:
+            source.asks, source.depth = False, self.max_depth
         return np.full(self.rows, self.max_depth)
 
     def _price(self) -> float:

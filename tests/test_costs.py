@@ -118,7 +118,7 @@ def test_v_of_a_mixture_of_experts_grows_with_the_experts_that_are_read(
     for v in (costs.v, (1.0,) * 5):
         policy = CostModel(8)
         policy.use_costs(Costs(1.0, 1, 0.05, costs.widths, v))
-        policy._accepted[0], policy._tried[0] = 6.0, 10.0
+        policy._sources[0].accepted[0], policy._sources[0].tried[0] = 6.0, 10.0
         policy.start(1)
         depths.append(int(policy.depths()[0]))
     assert depths[0] < depths[1]
@@ -341,7 +341,7 @@ def test_parts_that_need_costs_get_them() -> None:
     decoder.policy.start(1)
     for depth in (1, 2, 3):
         wanted = float(costs.draft(depth)) * costs.step_s
-        assert decoder.policy._drafts(depth) == pytest.approx(wanted)
+        assert decoder.policy._sources[0].drafts(depth) == pytest.approx(wanted)
     for settings, prompt in (
         (DecodeSettings(policy="cost_model"), None),
         (DecodeSettings(policy="heuristic"), PROMPT),

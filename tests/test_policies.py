@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -374,46 +375,127 @@ def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
 PLAIN = 0.02  # seconds of a plain step
 
 
+@dataclass
+class Made:
+    """A drafter on the made-up clock. alpha(token): the acceptance of each drafted token. c: of a
+    draft's step, in plain steps. fixed: of a draft beside its steps. finds: the share of the rows
+    for which it has a draft. says: how likely it says that each token is; None: it does not say,
+    and asks no policy. missed: tokens that it has not read. asked: when it was."""
+
+    alpha: Callable[[float], float]
+    c: float
+    fixed: float = 0.0
+    finds: float = 1.0
+    says: float | None = 0.5
+    missed: float = 60.0
+    asked: list[float] = field(default_factory=list)
+
+    def draft(
+        self, policy: Policy, depths: np.ndarray, number: int, random: np.random.Generator
+    ) -> tuple[np.ndarray, float]:
+        """The tokens of each row, int [B], at most `depths`, and how many plain steps they take:
+        3% of a step's for each token that it has missed."""
+        depth, went = int(depths.max()), 1
+        while went < depth and self.says is not None and policy.weighs:
+            sure = torch.full((len(depths), went), self.says) * torch.tensor(depths > went)[:, None]
+            if not policy.grows(went, sure, None, number):
+                break
+            went += 1
+        went = depth if self.says is None or not policy.weighs else went
+        has = random.random(len(depths)) < self.finds
+        reading = 0.03 * self.c * max(self.missed - 2, 0.0)
+        self.missed = 0.0
+        return np.minimum(depths, went) * has, went * self.c + self.fixed + reading
+
+
+def asked_in_turn(
+    policy: Policy, drafters: Sequence[Made], at: float, random: np.random.Generator
+) -> tuple[np.ndarray, Draft, np.ndarray, float]:
+    """The depths of the rows, their draft as the loop gets it, the acceptance of each row's tokens,
+    and how long the draft took, in plain steps."""
+    depths = policy.depths()
+    free, sizes, sources = depths.copy(), np.zeros_like(depths), np.full(len(depths), -1)
+    alpha, says, asked = np.zeros(len(depths)), np.full(len(depths), 0.5), []
+    for number, one in enumerate(drafters):
+        most = free
+        if len(drafters) > 1 and number < len(policy.by_source):
+            most = np.minimum(free, policy.by_source[number])
+        seconds = 0.0
+        drafted = np.zeros_like(depths)
+        if most.any():
+            one.asked.append(at)
+            drafted, seconds = one.draft(policy, most, number, random)
+        its = drafted > 0
+        sizes[its], sources[its], alpha[its], free[its] = drafted[its], number, one.alpha(at), 0
+        says[its] = 0.5 if one.says is None else one.says
+        asked.append((seconds, int(drafted.max())))
+    tokens = torch.full((len(depths), int(sizes.max())), 5)
+    sure = torch.tensor(says, dtype=torch.float32)[:, None].expand(tokens.shape)
+    draft = Draft(tokens, sizes, confidence=sure)
+    if len(drafters) > 1:
+        draft.sources, draft.asked = sources, asked
+    return depths, draft, alpha, sum(seconds for seconds, _ in asked)
+
+
+def decode_made(
+    policy: Policy,
+    drafters: Sequence[Made],
+    tokens: int,
+    *,
+    slope: float = 0.05,
+    rows: int = 1,
+    seed: int = 0,
+) -> tuple[list[tuple[float, int, float]], float]:
+    """((token, γ, seconds) of each step, and plain decoding's time over the total's inverse).
+
+    It goes the way of the loop: the policy decides how deep drafts are, which get another level and
+    which nodes are fed. A pass of n tokens of each row costs 1 + slope·(n − 1). Every time jitters
+    by 3%.
+    """
+    random = np.random.default_rng(seed)
+    policy.start(rows)
+    at, taken = 0.0, []
+    while at < tokens:
+        depths, draft, alpha, draft_s = asked_in_turn(policy, drafters, at, random)
+        keep = policy.kept(draft) if depths.any() else None
+        if keep is not None:
+            leave_out(draft, keep)
+        stays = random.random((rows, draft.levels())) < alpha[:, None]
+        accepted = np.minimum(stays.cumprod(1).sum(1), draft.sizes)
+        jitter = np.exp(0.03 * random.standard_normal(2)) * PLAIN
+        drafted = float(draft.sizes.mean())
+        told = step(
+            depths.tolist(),
+            accepted,
+            draft.sizes,
+            draft_s=draft_s * jitter[0],
+            pass_s=(1 + slope * drafted) * jitter[1],
+            width=1 + drafted,
+        )
+        told.draft, told.draft_steps = draft, draft.went or draft.levels()
+        policy.observe(told)
+        taken.append((at, int(depths.max()), told.draft_s + told.verify_s))
+        emitted = float(told.emitted.mean())
+        at += emitted
+        for one in drafters:
+            one.missed += emitted
+    return taken, sum(seconds for _, _, seconds in taken) / (at * PLAIN)
+
+
 def simulate(
     policy: Policy,
     alpha: Callable[[float], float],
     tokens: int,
     *,
     c: float,
-    slope: float = 0.05,
     rows: int = 1,
     prompt: int = 60,
     seed: int = 0,
     fixed: float = 0.0,
 ) -> tuple[list[tuple[float, int, float]], float]:
-    """((token, γ, seconds) of each step, and plain decoding's time over the total's inverse).
-
-    A draft costs `fixed` plain steps, c for each of its steps and 3% of that for each token the
-    drafter missed, the prompt before its first draft; a pass of n tokens costs
-    1 + slope·(n − 1). Every time jitters by 3%. alpha(token): the acceptance rate of each drafted
-    token.
-    """
-    random = np.random.default_rng(seed)
-    policy.start(rows)
-    at, missed, taken = 0.0, float(prompt), []
-    while at < tokens:
-        gamma = int(policy.depths()[0])
-        stays = random.random((rows, gamma)) < alpha(at)
-        accepted = stays.cumprod(1).sum(1)
-        reading = 0.03 * c * max(missed - 2, 0.0)
-        draft_s = gamma * c + (fixed + reading if gamma else 0.0)
-        jitter = np.exp(0.03 * random.standard_normal(2)) * PLAIN
-        told = step(
-            [gamma] * rows,
-            accepted,
-            draft_s=draft_s * jitter[0],
-            pass_s=(1 + slope * gamma) * jitter[1],
-        )
-        policy.observe(told)
-        taken.append((at, gamma, told.draft_s + told.verify_s))
-        emitted = float(told.emitted.mean())
-        at, missed = at + emitted, emitted + (0 if gamma else missed)
-    return taken, sum(seconds for _, _, seconds in taken) / (at * PLAIN)
+    """`decode_made` with one drafter, which reads the prompt before its first draft."""
+    drafter = Made(alpha, c, fixed, missed=float(prompt))
+    return decode_made(policy, [drafter], tokens, rows=rows, seed=seed)
 
 
 by_costs = pytest.mark.parametrize("kind", [CostModel, Worth])
@@ -499,7 +581,7 @@ def test_acceptance_is_pooled_over_a_batch() -> None:
     policy = CostModel(6)
     policy.use_costs(Costs(PLAIN, 1, 0.1, (1, 2, 4, 8, 64), (1.0, 1.05, 1.1, 1.2, 5.0)))
     policy.start(16)
-    policy._accepted[0], policy._tried[0] = 600.0, 1000.0
+    policy._sources[0].accepted[0], policy._sources[0].tried[0] = 600.0, 1000.0
     # 16 rows are bound by compute, and a pass of 32 tokens costs 1.6 of 16; alone, 4 cost 1.1.
     assert policy.depths().max() == 0
     policy.keep_rows(np.array([3]))
@@ -521,7 +603,7 @@ def test_measured_costs_spare_the_start() -> None:
 def test_reading_the_prompt_is_not_what_a_draft_step_costs() -> None:
     policy = CostModel(4)
     simulate(policy, lambda _: 1.0, 60, c=0.1, prompt=2000)
-    assert policy._drafts(1) == pytest.approx(0.1 * PLAIN, rel=0.1)
+    assert policy._sources[0].drafts(1) == pytest.approx(0.1 * PLAIN, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", [CostModel, Worth])
@@ -619,7 +701,7 @@ def test_the_nodes_with_the_most_tokens_per_second_are_fed(curve: str) -> None:
     for _ in range(12):
         policy = worth(CURVES[curve], c=0.1, rows=2)
         policy.depths()
-        policy._known = None
+        policy._known_chances = None
         policy._graded[1] = random.random(policy._graded[1].shape) * 20
         policy._graded[0] = policy._graded[1] * random.random(policy._graded[1].shape)
         policy._kept, policy._expected_of = random.random((2, 2)) * 8
@@ -636,10 +718,12 @@ def test_the_nodes_with_the_most_tokens_per_second_are_fed(curve: str) -> None:
         def rate(one: list[int], other: list[int], policy: Worth = policy, p: Any = chances) -> Any:
             passes = policy._passes(np.array([2 + len(one) + len(other)]))
             assert passes is not None
-            return (2 + p[0, one].sum() + p[1, other].sum()) / (policy._drafts(3) + passes[0])
+            return (2 + p[0, one].sum() + p[1, other].sum()) / (
+                policy._sources[0].drafts(3) + passes[0]
+            )
 
         policy._rate = max(rate(*pair) for pair in itertools.product(closed(parents), repeat=2))
-        policy._asks = False
+        policy._sources[0].asks = False
         keep = policy.kept(draft)
         keep = np.ones((2, 5), dtype=bool) if keep is None else keep
         kept = [np.flatnonzero(row).tolist() for row in keep]
@@ -703,7 +787,7 @@ def test_a_tree_of_which_the_drafter_says_nothing_is_fed_whole() -> None:
     policy.depths()
     draft = said(np.full((3, 2), 1e-3), [[-1, -1]] * 3)
     assert policy._price() > 0.1
-    policy._asks = False
+    policy._sources[0].asks = False
     assert policy.kept(draft) is not None
     draft.confidence = None
     assert policy.kept(draft) is None
@@ -712,12 +796,12 @@ def test_a_tree_of_which_the_drafter_says_nothing_is_fed_whole() -> None:
 def test_a_draft_to_learn_from_has_a_node_at_least() -> None:
     """The best one. It counts as what a draft gives when it would have been fed anyway."""
     policy, acceptance = worth(CURVES["steep"], c=0.02), []
-    policy._accepted[0], policy._tried[0] = 1.0, 20.0
+    policy._sources[0].accepted[0], policy._sources[0].tried[0] = 1.0, 20.0
     assert not policy.depths().any()
     for _ in range(100):
         told = judged(policy, said([[1e-3], [0.1], [1e-3]]), np.ones((3, 1), dtype=bool))
         assert told.drafted.tolist() == [0, 1, 0]
-        acceptance.append(float(policy._acceptance()[0]))
+        acceptance.append(float(policy._sources[0].acceptance()[0]))
     assert min(acceptance) < 0.1
     assert acceptance[-1] > 0.3
 
@@ -728,7 +812,7 @@ def test_drafters_that_are_asked_in_turn_are_corrected_apart() -> None:
     for _ in range(20):
         policy.depths()
         draft = said(np.full((2, 1), 0.8))
-        draft.sources = np.array([0, 1])
+        draft.sources, draft.asked = np.array([0, 1]), [(1.0, 1), (1.0, 1)]
         judged(policy, draft, np.array([[True], [False]]), curve=CURVES["flat"])
     assert policy._chances()[0, 2 - LEAST, 0] > 0.9
     assert policy._chances()[1, 2 - LEAST, 0] < 0.2
@@ -736,33 +820,78 @@ def test_drafters_that_are_asked_in_turn_are_corrected_apart() -> None:
     both = Worth(4)
     Decoder(model("llama"), drafter, policy=both).decode(PROMPTS, 40)
     assert both._graded[1].sum((1, 2)).astype(bool).tolist() == [True, True, False]
+    assert [bool(source.drafts.known) for source in both._sources] == [True, True]
 
 
 def test_where_heads_end_the_deeper_nodes_of_lookup_are_no_nodes_of_theirs() -> None:
     """Eight rows: lookup finds three tokens for one of them, and heads end after their first."""
     policy = worth(CURVES["flat"], c=0.3, rows=8)
+    heads = policy._source(1)
     for _ in range(3):
         policy.depths()
-        policy._asks = False
+        heads.asks = False
         assert not policy.grows(1, torch.full((8, 1), 0.01), None, 1)
         draft = said(np.full((8, 3), 0.9))
         draft.sources, sizes = np.array([0] + [1] * 7), np.array([3] + [1] * 7)
+        draft.asked = [(1.0, 3), (1.0, 1)]
         draft.cut(sizes)
         judged(policy, draft, np.ones((8, 3), dtype=bool), curve=CURVES["flat"])
-    assert policy._nodes().max() <= 1
+    assert heads.nodes().max() <= 1
+
+
+def lookup(alpha: float = 0.9, finds: float = 0.4) -> Made:
+    return Made(lambda _: alpha, 0.0, 0.02, finds=finds, says=None)
+
+
+@by_costs
+def test_heads_rest_while_lookup_goes_on(kind: type[CostModel]) -> None:
+    """Theirs would cost more than it brings in the rows that lookup leaves them."""
+    for seed in range(2):
+        both = [lookup(), Made(lambda _: 0.2, 0.3)]
+        taken, cost = decode_made(kind(4), both, 600, rows=8, seed=seed)
+        late = sum(at > 100 for at, *_ in taken)
+        looked, headed = (sum(at > 100 for at in one.asked) for one in both)
+        assert looked > 0.9 * late
+        assert headed < 0.1 * late
+        # Probes cost a small share of plain decoding, which takes twice as long.
+        _, alone = decode_made(kind(4), [lookup()], 600, rows=8, seed=seed)
+        assert cost < 1.1 * alone < 0.9
+
+
+@by_costs
+def test_heads_that_become_good_come_back_beside_lookup(kind: type[CostModel]) -> None:
+    both = [lookup(), Made(lambda at: 0.9 * (at >= 300), 0.1)]
+    taken, _ = decode_made(kind(4), both, 500, rows=8)
+    early, late = (sum(a < at < a + 200 for at, *_ in taken) for a in (100, 400))
+    # A probe of a drafter that is this quick costs little.
+    assert sum(100 < at < 300 for at in both[1].asked) < 0.25 * early
+    assert sum(400 < at < 600 for at in both[1].asked) > 0.9 * late
+
+
+@by_costs
+def test_lookup_that_is_wrong_rests_while_heads_go_on(kind: type[CostModel]) -> None:
+    """What it finds would else keep the rows from heads."""
+    both = [lookup(alpha=0.0, finds=0.9), Made(lambda _: 0.9, 0.1)]
+    taken, cost = decode_made(kind(4), both, 600, rows=8)
+    late = sum(at > 100 for at, *_ in taken)
+    looked, headed = (sum(at > 100 for at in one.asked) for one in both)
+    assert looked < 0.1 * late
+    assert headed > 0.9 * late
+    _, alone = decode_made(kind(4), [Made(lambda _: 0.9, 0.1)], 600, rows=8)
+    assert cost < 1.1 * alone < 0.8
 
 
 def test_drafts_grow_while_another_level_is_worth_its_time() -> None:
     """The more rows may still accept something, the sooner it is."""
     policy = worth(CURVES["flat"], c=0.3, rows=2)
-    policy._accepted[:2], policy._tried[:2] = 7.0, 10.0
+    policy._sources[0].accepted[:2], policy._sources[0].tried[:2] = 7.0, 10.0
     policy.depths()
-    policy._asks = False
+    policy._sources[0].asks = False
 
     def grows(*sure: float) -> bool:
-        policy._ended = 3
+        policy._sources[0].ended = 3
         found = policy.grows(1, torch.tensor(sure)[:, None], None)
-        assert policy._ended == (3 if found else 1)
+        assert policy._sources[0].ended == (3 if found else 1)
         return found
 
     # A level costs 0.3 plain steps, in which the two rows would get 0.6 tokens or more. A token
@@ -772,7 +901,7 @@ def test_drafts_grow_while_another_level_is_worth_its_time() -> None:
     assert not grows(0.2, 0.2)
     # Then the average decides no more how deep drafts may be.
     assert policy.depths().tolist() == [3, 3]
-    policy._asks = True
+    policy._sources[0].asks = True
     assert policy.grows(1, torch.tensor([[0.01], [0.01]]), None)
 
 

@@ -5,7 +5,7 @@ likely. Each is judged by SpecInfer's multi-round rule (2305.09781, algorithm 2)
 as a distribution, not as draws: nothing is left to chance.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.combined import SeveralDrafters
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.mixed_sampling import MixedSampling
 from decode.draw.random_numbers import CounterRNG
@@ -198,9 +198,9 @@ def different(draft: Draft) -> tuple[Draft, np.ndarray]:
     return found, counts / len(draft.sizes)
 
 
-def drafts_of(drafter: Drafter, rng: GridNoise, grows: Any = None) -> Draft:
+def drafts_of(drafter: Drafter, rng: GridNoise, **limits: Any) -> Draft:
     contexts = contexts_of([[0]] * len(rng.grid))
-    return drafter.draft(contexts, replace(limits_of(contexts, 2), grows=grows), PLAIN, rng)
+    return drafter.draft(contexts, replace(limits_of(contexts, 2), **limits), PLAIN, rng)
 
 
 # (shape, options, parts of the grid, how many draws). Without replacement a second draw is from
@@ -319,6 +319,34 @@ def test_a_branch_may_end_for_a_token_of_another_that_was_drawn_before(rule: str
         draft.limit_depth(np.where(draft.tokens[:, 1] == 0, 1, 2))
         found = enumerate_drafts(RULES[rule](), p, *different(draft))
         assert total_variation(found.joint, p.joint()) < 1e-5
+
+
+def variation_of_rest(by_source: Sequence[int], seed: int, late: bool = False) -> float:
+    """The total variation between the target and what speculative sampling, itself enumerated,
+    makes of two drafters that are asked in turn and may draft so deep. late: the first one rests
+    where its first token, once drawn, is 0."""
+    p, q, second = pair(seed)
+    chain, rng = SHAPES["chain"](), GridNoise(grid(4, 2))
+    both = CompositeDrafter([TableDrafter(q, chain), TableDrafter(second, chain)])
+    draft = drafts_of(both, rng, by_source=by_source)
+    if late:
+        rests, other = draft.tokens[:, :1] == 0, drafts_of(both, rng, by_source=(0, 2))
+        assert draft.q is not None
+        assert other.q is not None
+        draft.tokens = torch.where(rests, other.tokens, draft.tokens)
+        draft.q = torch.where(rests[..., None], other.q, draft.q)
+    draft.parents, draft.q_rows = draft.parent_rows() - 1, draft.rows_of_q()
+    found = enumerate_drafts(RULES["speculative"](), p, *different(draft))
+    return total_variation(found.joint, p.joint())
+
+
+@pytest.mark.parametrize("by_source", [(2, 0), (0, 2), (0, 1), ()])
+def test_drafters_that_rest_are_lossless(by_source: Sequence[int]) -> None:
+    assert max(variation_of_rest(by_source, seed) for seed in range(PAIRS)) < 1e-5
+
+
+def test_a_drafter_that_rests_for_what_it_drew_is_found() -> None:
+    assert max(variation_of_rest((2, 0), seed, late=True) for seed in range(PAIRS)) > 0.02
 
 
 def merged_drafts(other: str, seed: int) -> tuple[Contextual, Draft]:

@@ -65,6 +65,12 @@ class Policy(ABC):
         self.rows = rows
         row_state.begin(self, rows)
 
+    @property
+    def by_source(self) -> tuple[int, ...]:
+        """The max depth of each of several drafters that are asked in turn, beside those of the
+        rows: what `depths` decided. 0: it rests. Those past the end have those of the rows."""
+        return ()
+
     @abstractmethod
     def depths(self) -> np.ndarray:
         """int [B], 0 … max_depth: the max depth of each row's next draft. All 0 is a plain step."""

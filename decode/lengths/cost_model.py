@@ -1,24 +1,20 @@
 """The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
 
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from decode.base.errors import require_fits
-from decode.costs import Costs, draft_parts, extrapolated
+from decode.costs import Costs, extrapolated
 from decode.lengths import POLICIES, Policy
+from decode.lengths.source import FEW, INSTANT, Source, clipped, tokens_of
 from decode.verification import Verification
 
-# Seconds: the minimum of every measured time, because times are divided by each other.
-INSTANT = 1e-9
 # Of the lines of passes: what a pass's weight is after one more, the share of a pass's change that
 # applies to all of them, and how far apart passes must be, in tokens², to tell of a slope.
 FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
-# Steps with drafts are compared with steps without after so many of either; what a step's weight is
-# after one more of its kind.
-ENOUGH, FEW, BROUGHT = 6, 3, 0.95
-LONGEST = 4.0  # plain steps; other work delayed a step that took longer
+ROUNDS = 4  # until the depths and the rate that they give fit each other; two are usual
 RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
 # Of the passes after the early ones, times are read in one of so many: a policy takes time too.
 EARLY, READ = 32, 3
@@ -50,6 +46,9 @@ class CostModel(Policy):
     they lost, for a reason that no cost or acceptance says, drafts are as rare as probes, and as
     deep as costs and acceptance say.
 
+    Of several drafters that are asked in turn, all this is known of each, for the rows that none
+    before it serves. So one may rest while others draft.
+
     For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
     (`sequoia` chooses a tree from measured costs).
 
@@ -74,167 +73,174 @@ class CostModel(Policy):
         require_fits(lambda x: x >= 1, "at least 1 token", patience=patience)
         self.memory, self.probe_share, self.patience = memory, probe_share, patience
         self._passes = _PassTimes()
-        # By the size of the batch, without drafts and with: tokens of a row, and how many plain
-        # steps could be taken meanwhile.
-        self._brought: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
-        self._drafts = _DraftTimes()  # without text to catch up on
-        self._unasked = 2  # further drafts of two tokens, to see a second depth
-        self._vain = 0  # drafts in passes that read prompts too, which tell no cost
-        self._probe_s: float | None = None  # of drafting a probe, catching up included
-        # By depth: drafts that were allowed to go so deep, and nodes that were fed for them.
-        self._allowed, self._fed = np.zeros((2, max_depth))
-        self._allowed[0] = self._fed[0] = 1.0
-        self._asks = False  # the next draft is made to learn from it
-        self._ended = max_depth  # where the policy let the last drafts end, if it did
-        self._rate = 0.0  # the tokens per second of all rows that drafts of the best depth give
+        self._known: dict[int, float] = {}  # seconds of drafts by depth, measured before
+        self._sources = [Source(max_depth)]
+        self._rate = 0.0  # the tokens per second of all rows that drafts of the best depths give
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
-        # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
-        # new drafter gets a few real tries.
-        self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
-        self._accepted[0], self._tried[0] = 0.6, 1.0
-        self._new_text = True
-        self._waited = 0.0  # tokens since the last draft
-        self._hopeful = False  # most rows accepted a token of the last draft
 
     def start(self, rows: int) -> None:
         super().start(rows)
         self._passes.rows = rows
-        self._new_text, self._hopeful = True, False
+        for source in self._sources:
+            source.new_text, source.hopeful = True, False
 
     def use_costs(self, costs: Costs) -> None:
         for width, v in zip(costs.widths, costs.v, strict=True):
             self._passes.know(width * costs.rows, v * costs.step_s)
         for depth in {1, self.max_depth}:
-            self._drafts.know(depth, float(costs.draft(depth)) * costs.step_s)
+            self._known[depth] = float(costs.draft(depth)) * costs.step_s
+            for source in self._sources:
+                source.drafts.know(depth, self._known[depth])
+
+    def _source(self, number: int) -> Source:
+        """What is known of this drafter."""
+        while number >= len(self._sources):
+            self._sources.append(source := Source(self.max_depth))
+            for depth, seconds in self._known.items():
+                source.drafts.know(depth, seconds)
+        return self._sources[number]
+
+    @property
+    def by_source(self) -> tuple[int, ...]:
+        return tuple(source.depth for source in self._sources)
 
     def depths(self) -> np.ndarray:
         self._passes.rows = self.rows
-        depth = self._unknown()
-        self._asks = depth is not None
-        if depth is None:
-            depth, lost = self._best(), self._lost()
-            self._asks = lost > 0 or not depth
-            if self._asks:
-                depth = 0 if lost == float("inf") else self._probe(lost) * max(depth, 1)
-        return np.full(self.rows, depth)
+        known = []
+        for source in self._sources:
+            depth = self._unknown(source)
+            source.asks = depth is not None
+            if depth is None:
+                known.append(source)
+            else:
+                source.depth = depth
+        for source, depth in zip(known, self._best(known) if known else (), strict=True):
+            lost = source.lost(self.rows, source.waited < self.patience)
+            source.asks = lost > 0 or not depth
+            if source.asks:
+                depth = 0 if lost == float("inf") else self._probe(source, lost) * max(depth, 1)
+            source.depth = depth
+        return np.full(self.rows, max(self.by_source))
 
-    def _unknown(self) -> int | None:
+    def _unknown(self, source: Source) -> int | None:
         """The depth of drafts that tells a cost which is not known yet."""
         if self._passes(np.array([self.rows])) is None:
             return 0  # first, the cost of a plain step
-        if not self._drafts.known or not self._passes.known_beyond(self.rows):
-            return int(self._vain < FEW or self._waited >= self.patience)
-        if len(self._drafts.known) == 1 and self.max_depth > 1 and self._unasked:
-            self._unasked -= 1
+        if not source.drafts.known or not self._passes.known_beyond(self.rows):
+            return int(source.vain < FEW or source.waited >= self.patience)
+        if len(source.drafts.known) == 1 and self.max_depth > 1 and source.unasked:
+            source.unasked -= 1
             return 2
         return None
 
-    def _best(self) -> int:
-        """The depth with the most tokens per time."""
-        seconds, alpha = self._seconds(), self._acceptance()
-        rates = self.rows * _tokens(alpha) / seconds
-        best = int(rates.argmax())
-        self._rate = float(rates[best])
-        if not best:  # perhaps by chance
-            alpha[0] += (alpha[0] * (1 - alpha[0]) / (self._tried[0] + 1)) ** 0.5
-            best = int((_tokens(alpha) / seconds).argmax())
-        return best
+    def _best(self, sources: Sequence[Source]) -> list[int]:
+        """The depth of each of these drafters with the most tokens per time, of all together: the
+        one that brings the most beyond what all together would give in the time that it takes."""
+        plain, token = self._plain_and_token()
+        rows = [self.rows * source.share for source in sources]
+        brings = [n * tokens_of(x.acceptance()) for n, x in zip(rows, sources, strict=True)]
+        takes = [
+            source.seconds() + token * n * np.append(0.0, source.nodes().cumsum())
+            for n, source in zip(rows, sources, strict=True)
+        ]
+        depths = [0] * len(sources)
+        for _ in range(ROUNDS):
+            gained = sum(x[depth] for x, depth in zip(brings, depths, strict=True))
+            taken = sum(x[depth] for x, depth in zip(takes, depths, strict=True))
+            self._rate, before = float((self.rows + gained) / (plain + taken)), depths
+            beyond = [b - self._rate * t for b, t in zip(brings, takes, strict=True)]
+            depths = [int(x.argmax()) for x in beyond]
+            if depths == before:
+                break
+        for place, source in enumerate(sources):
+            if not depths[place]:  # perhaps by chance
+                alpha = source.acceptance()
+                alpha[0] += (alpha[0] * (1 - alpha[0]) / (source.tried[0] + 1)) ** 0.5
+                more = rows[place] * tokens_of(alpha) - self._rate * takes[place]
+                depths[place] = int(more.argmax())
+        return depths
 
-    def _lost(self) -> float:
-        """The plain steps that a step with a draft lost lately, beside steps without. What a model
-        of costs leaves out counts here. 0: too few are known. Infinite: steps without are due."""
-        (tokens, steps), (drafted, took) = self._brought[self.rows.bit_length()]
-        if took < ENOUGH or steps < FEW:
-            # Passes that read prompts too tell nothing, so it does not wait for ever.
-            due = took >= ENOUGH and self._waited < self.patience
-            return float("inf") if due else 0.0
-        return min(float(tokens / steps * took / max(drafted, INSTANT)) - 1.0, LONGEST)
+    def _plain_and_token(self) -> tuple[float, float]:
+        """Seconds of a pass without drafts, and those that one more token adds to a pass."""
+        passes = self._passes(self.rows + np.arange(2))
+        return (
+            (INSTANT, 0.0) if passes is None else (float(passes[0]), float(passes[1] - passes[0]))
+        )
 
     def _price(self) -> float:
         """The tokens that the batch could get in the time that one more token adds to a pass."""
-        passes = self._passes(self.rows + np.arange(2))
-        return 0.0 if passes is None else self._rate * float(passes[1] - passes[0])
+        return self._rate * self._plain_and_token()[1]
 
-    def _probe(self, lost: float) -> int:
-        """1 if a draft is due although none pays, or none did lately, else 0. lost: see `_lost`."""
+    def _probe(self, source: Source, lost: float) -> int:
+        """1 if a draft is due although none pays, or none did lately, else 0. lost: see
+        `Source.lost`."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
-        plain, step = self._seconds()[:2]
-        token = self._price() / max(self._rate, INSTANT)  # one is fed in any case
-        cost = (self._probe_s or self._drafts(1)) + step - self._drafts(1) + token
-        loss = max(cost / plain - _tokens(self._acceptance())[1], lost)
+        plain, token = self._plain_and_token()
+        fed = self.rows * source.share * source.nodes()[0] + 1  # one is fed in any case
+        cost = (source.probe_s or source.drafts(1)) + token * fed
+        loss = max(float(cost / plain - source.share * source.acceptance()[0]), lost)
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
         rarest = min(rarest, RAREST * self.patience)
         interval = min(loss / self.probe_share, rarest)
-        return int(self._hopeful or self._waited >= interval)
-
-    def _acceptance(self) -> np.ndarray:
-        """float64 [max_depth]: by position."""
-        alpha = np.empty(self.max_depth)
-        alpha[0] = self._accepted[0] / max(self._tried[0], 1e-9)
-        for i in range(1, self.max_depth):
-            alpha[i] = (self._accepted[i] + 2 * alpha[i - 1]) / (self._tried[i] + 2)
-        return alpha
-
-    def _seconds(self) -> np.ndarray:
-        """float64 [max_depth + 1]: the expected seconds of a step, by γ."""
-        passes = self._passes(self.rows * (1 + np.append(0.0, self._nodes().cumsum())))
-        assert passes is not None
-        drafts = [self._drafts(gamma) for gamma in range(self.max_depth + 1)]
-        return np.array(drafts) + passes
-
-    def _nodes(self) -> np.ndarray:
-        """float64 [max_depth]: by depth, the nodes that are fed of a row's draft."""
-        nodes = self._fed / np.maximum(self._allowed, 1e-9)
-        for i in range(1, self.max_depth):
-            nodes[i] = (self._fed[i] + 2 * nodes[i - 1]) / (self._allowed[i] + 2)
-        return nodes
+        return int(source.hopeful or source.waited >= interval)
 
     def observe(self, verification: Verification) -> None:
-        emitted = float(verification.emitted.mean())
+        emitted, beside = float(verification.emitted.mean()), bool(verification.fed_beside)
+        faded, asked, drafted_by = self.memory**emitted, *self._asked(verification)
         self._steps += 1
-        probes = bool(self._waited and verification.draft_steps)
+        both = [*zip(self._sources, asked, strict=True)]
+        probes = any(levels and source.waited for source, (_, levels) in both)
         timed = probes or self._steps < EARLY or not self._steps % READ
-        timed = timed and not verification.fed_beside  # prompts make a pass longer
+        timed = timed and not beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         plain = self._passes(np.array([self.rows]))
-        asks, pays = bool(verification.depths.any()), True
-        self._vain += asks and bool(verification.fed_beside)
-        if plain is not None and not verification.fed_beside and not (self._new_text and asks):
-            took = verification.draft_s + verification.verify_s + verification.overhead_s
-            took = min(took / float(plain[0]), LONGEST)
-            both = self._brought[self.rows.bit_length()]
-            pays = both[0, 1] < FEW or emitted * both[0, 1] >= took * both[0, 0]
-            both[int(asks)] *= BROUGHT
-            both[int(asks)] += emitted, took
-        faded = self.memory**emitted
-        for sums in (self._accepted, self._tried, self._allowed, self._fed):
-            sums *= faded
-        if not verification.draft_steps:
-            # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
-            self._waited = 0.0 if verification.depths.any() else self._waited + emitted
-            return
-        accepted, fed = self._results(verification)
-        positions = np.arange(self.max_depth)
-        allowed = np.minimum(verification.depths, self._ended)[:, None] > positions
-        tried = allowed & (accepted[:, None] >= positions)
-        self._tried += tried.sum(0)
-        self._accepted += (tried & (accepted[:, None] > positions)).sum(0)
-        self._allowed += allowed.sum(0)
-        # Another drafter may have gone deeper than the one that ended.
-        count = min(len(fed), self._ended)
-        self._fed[:count] += fed[:count]
-        if timed:
-            self._see_draft(verification.draft_s + more, verification.draft_steps)
-        # The first draft after a rest reads what it missed. Those after it go on if they pay.
-        self._hopeful = bool((accepted > 0).mean() > 0.5) and (pays or self._waited > 0)
-        self._waited, self._new_text = 0.0, False
+        took = verification.draft_s + verification.verify_s + verification.overhead_s
+        for number, (source, (part, levels)) in enumerate(both):
+            asks, pays = part > 0, True
+            free = (drafted_by < 0) | (drafted_by >= number)  # no drafter before it serves them
+            source.vain += asks and beside
+            if plain is not None and not beside and free.any() and not (source.new_text and asks):
+                pays = source.compare(self.rows, asks, emitted, took / float(plain[0]))
+            source.fade(faded)
+            if not levels:
+                # No draft was allowed, or the drafter drafted nothing: no acceptance to learn.
+                source.waited = 0.0 if asks else source.waited + emitted
+                continue
+            source.share = faded * source.share + (1 - faded) * float(free.mean())
+            accepted, fed = self._results(verification, drafted_by == number)
+            # One alone has the depths of the loop, whatever it was allowed.
+            most = source.depth if verification.draft.asked else self.max_depth
+            depths = np.minimum(verification.depths, min(most, source.ended))
+            source.see_results(accepted[free], depths[free], fed)
+            if timed:
+                source.see_seconds(part * (verification.draft_s + more), levels)
+            # The first draft after a rest reads what it missed. Those after it go on if they pay.
+            hopeful = bool((accepted[free] > 0).mean() > 0.5)
+            source.hopeful = hopeful and (pays or source.waited > 0)
+            source.waited, source.new_text = 0.0, False
 
-    def _results(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
-        """int [B], the accepted tokens of each row's draft, and int [D], the nodes of all rows by
-        depth."""
-        return verification.accepted, verification.nodes_by_depth.sum(0)
+    def _asked(self, verification: Verification) -> tuple[list[tuple[float, int]], np.ndarray]:
+        """Of each drafter its share of the time of drafting, 0 if it was not asked, and how deep it
+        went; and the drafter of each row, int [B], −1: none."""
+        draft, steps = verification.draft, verification.draft_steps
+        if draft.sources is None or not draft.asked:
+            asked = [(float(verification.depths.any()), steps)]
+            drafted_by = np.full(len(verification.accepted), 0 if steps else -1)
+        else:
+            whole = max(sum(seconds for seconds, _ in draft.asked), INSTANT)
+            asked = [(seconds / whole, levels) for seconds, levels in draft.asked]
+            drafted_by = draft.sources
+        self._source(len(asked) - 1)
+        return [*asked, *[(0.0, 0)] * (len(self._sources) - len(asked))], drafted_by
+
+    def _results(
+        self, verification: Verification, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int [B], the accepted tokens of the draft of each of these rows, bool [B], 0 for the
+        others, and int [D], the nodes of all these rows by depth."""
+        return verification.accepted * rows, verification.nodes_by_depth[rows].sum(0)
 
     def _see_pass(self, verification: Verification) -> float:
         """Learn what a pass costs. Returns the seconds of the step beside it that are due to its
@@ -242,49 +248,11 @@ class CostModel(Policy):
         seconds, more = verification.overhead_s, 0.0
         if not verification.draft_steps:
             usual = seconds if self._overhead is None else self._overhead
-            self._overhead = usual * _clipped(max(seconds, INSTANT) / max(usual, INSTANT)) ** 0.1
+            self._overhead = usual * clipped(max(seconds, INSTANT) / max(usual, INSTANT)) ** 0.1
         elif self._overhead is not None:
             more = max(seconds - self._overhead, 0.0)
         self._passes.see(verification.fed, verification.verify_s + seconds - more)
         return more
-
-    def _see_draft(self, seconds: float, depth: int) -> None:
-        if self._new_text:
-            return  # a text's first draft is cold
-        if not self._drafts.known or self._waited == 0 or seconds < self._drafts(depth):
-            self._drafts.see(depth, seconds)
-        if self._waited:
-            probe = self._drafts(1) + max(seconds - self._drafts(depth), 0.0)
-            self._probe_s = probe if self._probe_s is None else 0.7 * self._probe_s + 0.3 * probe
-
-
-class _DraftTimes:
-    """Seconds of a draft by its depth: a fixed part and a part per depth."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, float] = {}
-        self._parts = (0.0, 0.0)
-
-    def know(self, depth: int, seconds: float) -> None:
-        self.known[depth] = max(seconds, INSTANT)
-        self._parts = draft_parts([*self.known], [*self.known.values()])
-
-    def see(self, depth: int, seconds: float) -> None:
-        if depth in self.known:
-            ratio = _clipped(max(seconds, INSTANT) / self.known[depth])
-            # Half of the change applies to all depths, as it does to all passes.
-            for other in self.known:
-                self.known[other] *= ratio ** (0.25 if other == depth else 0.125)
-            seconds = self.known[depth]
-        elif self.known:
-            usual = self(depth)
-            seconds = usual * _clipped(max(seconds, INSTANT) / usual)
-        self.know(depth, seconds)
-
-    def __call__(self, depth: int) -> float:
-        """Seconds of a draft of this depth; 0 without a draft. A depth must be known."""
-        fixed, per_depth = self._parts
-        return max(fixed + depth * per_depth, INSTANT) if depth else 0.0
 
 
 class _PassTimes:
@@ -361,7 +329,7 @@ class _Line:
 
     def see(self, n: int, taken: float) -> None:
         usual = max(float(self.at(n)), INSTANT)
-        ratio = _clipped(taken / usual)
+        ratio = clipped(taken / usual)
         # Half of the change applies to all passes: contexts grow, and the load of the machine
         # changes.
         shift = ratio**LEVEL
@@ -374,14 +342,3 @@ class _Line:
     def at(self, tokens: Any) -> Any:
         w, n, t, *_ = self._sums
         return t / w + self.slope * (tokens - n / w)
-
-
-def _tokens(alpha: np.ndarray) -> np.ndarray:
-    """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ, for this
-    acceptance by position."""
-    return 1 + np.append(0.0, alpha.cumprod().cumsum())
-
-
-def _clipped(ratio: float) -> float:
-    """Limit the effect of one pass: other work may have delayed it."""
-    return min(max(ratio, 0.5), 2.0)

@@ -51,8 +51,7 @@ class Worth(CostModel):
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _fed_nodes: "_Nodes | None" = None  # of this pass
-    _known: np.ndarray | None = None  # the chances, until there are new results
-    _grows = False  # whether the drafter asks if drafts get another level
+    _known_chances: np.ndarray | None = None  # until there are new results
 
     @cached_property
     def _graded(self) -> np.ndarray:
@@ -62,8 +61,8 @@ class Worth(CostModel):
 
     def _chances(self) -> np.ndarray:
         """float64 [drafters, grades, max_depth]: of nodes, if those above them are accepted."""
-        if self._known is not None:
-            return self._known
+        if self._known_chances is not None:
+            return self._known_chances
         kept, judged = self._graded
         said = 1 / (1 + 2.0 ** -np.arange(LEAST, MOST + 1))
         found, of = kept.sum(2), judged.sum(2)  # [drafters, grades]
@@ -73,32 +72,36 @@ class Worth(CostModel):
         # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
         rising = np.maximum.accumulate(chances, 1)
         falling = np.minimum.accumulate(chances[:, ::-1], 1)[:, ::-1]
-        self._known = (rising + falling) / 2
-        return self._known
+        self._known_chances = (rising + falling) / 2
+        return self._known_chances
 
     def depths(self) -> np.ndarray:
-        self._fed_nodes, self._ended = None, self.max_depth
-        depths = super().depths()
-        # The average decides whether to draft, and `grows` how deep.
-        deep = self._grows and not self._asks
-        return np.full_like(depths, self.max_depth) if deep else depths
+        self._fed_nodes = None
+        super().depths()
+        for source in self._sources:
+            source.ended = self.max_depth
+            if source.grows and not source.asks:
+                # The average decides whether to draft, and `grows` how deep.
+                source.depth = self.max_depth
+        return np.full(self.rows, max(self.by_source))
 
     def grows(
         self, depth: int, confidence: Tensor, parents: Tensor | None, source: int = 0
     ) -> bool:
-        self._grows = True
-        if self._asks:
+        drafter = self._source(source)
+        drafter.grows = True
+        if drafter.asks:
             return True
         valid = np.ones(confidence.shape, dtype=bool)
         above = None if parents is None else parents.numpy()
         sources = np.full(len(valid), source)
         nodes = self._weighed(_Nodes(valid, confidence.numpy(), above, depth, sources))
         reached = (nodes.reached * (nodes.depths == depth - 1)).max(1)
-        per_row = reached * self._acceptance()[depth] - self._price() * self._nodes()[depth]
-        level = self._drafts(depth + 1) - self._drafts(depth)
+        per_row = reached * drafter.acceptance()[depth] - self._price() * drafter.nodes()[depth]
+        level = drafter.drafts(depth + 1) - drafter.drafts(depth)
         if np.maximum(per_row, 0.0).sum() >= self._rate * level:
             return True
-        self._ended = depth
+        drafter.ended = depth
         return False
 
     def kept(self, draft: Draft) -> np.ndarray | None:
@@ -111,10 +114,12 @@ class Worth(CostModel):
         nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels(), sources))
         keep = nodes.worth
         # Known before a node is drawn: a parent is worth as much as its children.
-        if self._asks and not keep.any():
-            keep = keep.copy()
-            row = int((nodes.reached * valid)[:, 0].argmax())
-            keep[row, 0] = True
+        for number, source in enumerate(self._sources):
+            its = valid & (sources == number)[:, None]
+            if source.asks and its.any() and not (keep & its).any():
+                keep = keep.copy()
+                row = int((nodes.reached * its)[:, 0].argmax())
+                keep[row, 0] = True
         every = bool((keep == valid).all())
         self._fed_nodes = nodes
         if every:
@@ -136,7 +141,7 @@ class Worth(CostModel):
         faded = self.memory**verification.emitted
         self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
         self._graded *= self.memory ** (float(verification.emitted.mean()) / LONGER)
-        self._known = None
+        self._known_chances = None
         if (nodes := self._fed_nodes) is None:
             return
         accepted, judged = nodes.outcomes(verification)
@@ -147,11 +152,14 @@ class Worth(CostModel):
             at = nodes.sources[row, 0], nodes.grades[which], nodes.depths[which]
             np.add.at(table, at, 1.0)
 
-    def _results(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
+    def _results(
+        self, verification: Verification, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         if (nodes := self._fed_nodes) is None:
-            return super()._results(verification)
-        accepted = nodes.worth & nodes.outcomes(verification)[0]
-        return accepted.sum(1), np.bincount(nodes.depths[nodes.worth])
+            return super()._results(verification, rows)
+        worth = nodes.worth & rows[:, None]
+        accepted = worth & nodes.outcomes(verification)[0]
+        return accepted.sum(1), np.bincount(nodes.depths[worth])
 
 
 class _Nodes:

@@ -246,7 +246,7 @@ class RunningRows:
         policy = setup.policy
         stops = policy.stops if policy.watches else None
         grows = policy.grows if policy.weighs else None
-        limits = Limits(depths, stops, policy.stops_after, grows)
+        limits = Limits(depths, stops, policy.stops_after, grows, by_source=policy.by_source)
         rows = self.rows
         rng = rows.rng.coupled() if self._rule().couples else rows.rng
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)

@@ -3,6 +3,7 @@
 Shapes: B rows, N nodes of all drafts together, R rows of q, V vocabulary.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -110,12 +111,13 @@ class Group(Drafter):
 class CompositeDrafter(Group):
     """Each row takes the draft of the first drafter that has one for it: for example prompt lookup,
     then the trained drafter if lookup finds nothing. A drafter is called only if some row has no
-    draft yet.
+    draft yet, and not if the limits say that it rests.
 
-    The drafter of a row depends only on the row's text, so decoding stays lossless. If some
-    drafters draw and others choose their tokens, chosen tokens declare q = 1; if those drafts are
-    trees, siblings are mixed. Raises UserError as `Group` does, and if one drafter draws the
-    siblings of its trees without replacement and another makes trees in a different way.
+    The drafter of a row depends only on its text and on the limits, both known before a draft, so
+    decoding stays lossless. If some drafters draw and others choose their tokens, chosen tokens
+    declare q = 1; if those drafts are trees, siblings are mixed. Raises UserError as `Group` does,
+    and if one drafter draws the siblings of its trees without replacement and another makes trees
+    in a different way.
     """
 
     @property
@@ -171,22 +173,25 @@ class CompositeDrafter(Group):
         depths = limits.depths.copy()
         asked = self.asked(limits.depths)
         drafts: list[Draft] = []
-        sources = np.zeros(len(depths), dtype=np.int64)
+        sources = np.full(len(depths), -1)
+        times = [(0.0, 0)] * len(self.drafters)
         for member, drafter in enumerate(self.drafters):
             open_depths = np.where(asked[:, member], depths, 0)
+            if member < len(limits.by_source):
+                open_depths = np.minimum(open_depths, limits.by_source[member])
             if not open_depths.any():
                 continue
-            its_limits = replace(limits, depths=open_depths, source=member)
+            begin = time.perf_counter()
+            its_limits = replace(limits, depths=open_depths, source=member, by_source=())
             draft = drafter.draft(contexts, its_limits, sampling, rng)
             # Drop drafts in rows that already have one, or that do not ask for one.
-            draft.cut(np.where(asked[:, member] & (depths > 0), draft.sizes, 0))
+            draft.cut(np.where(open_depths > 0, draft.sizes, 0))
             depths[draft.sizes > 0], sources[draft.sizes > 0] = 0, member
+            times[member] = time.perf_counter() - begin, draft.levels()
             if draft.sizes.any():
                 drafts.append(draft)
-        if not drafts:
-            return Draft.none(len(depths), "cpu")
-        draft = _merged(drafts)
-        draft.sources = sources
+        draft = _merged(drafts) if drafts else Draft.none(len(depths), "cpu")
+        draft.sources, draft.asked = sources, times
         return draft
 
 
@@ -284,9 +289,10 @@ class SeveralDrafters(Group):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
+        its_limits = replace(limits, stops=None, by_source=())
         # With the same random numbers, drafters would not draw independently.
         drafts = [
-            drafter.draft(contexts, replace(limits, stops=None), sampling, rng.fork(part))
+            drafter.draft(contexts, its_limits, sampling, rng.fork(part))
             for part, drafter in enumerate(self.drafters)
         ]
         if not any(draft.sizes.any() for draft in drafts):
@@ -294,7 +300,7 @@ class SeveralDrafters(Group):
         device = common_device(drafts)
         drafts = [draft.to(device) for draft in drafts if draft.sizes.any()]
         if len(drafts) == 1 and drafts[0].siblings == "chosen":
-            return drafts[0]
+            return replace(drafts[0], sources=None, asked=())
         depth = limits.max_depth
         tokens, parents = _joined(drafts)
         keep = torch.cat([draft.valid() for draft in drafts], 1)
