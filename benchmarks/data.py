@@ -34,7 +34,7 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.shared.process_memory import peak_resident_memory, status_bytes
+from benchmarks.shared.process_memory import status_bytes
 from train.data.batches import Batches, RankText, collate, padding_share
 from train.data.chat_tokens import Sample
 from train.data.read import Example, ReadSettings, data_fingerprint, read_sources
@@ -42,6 +42,7 @@ from train.data.sources import sources_of
 from train.data.splits import split_off, without_duplicates
 from train.data.stored_samples import PART, StoredSamples, sizes
 from train.data.write_samples import write_samples
+from train.loop.meters.peak_memory import peak_memory
 from train.run.run import make_directory
 
 LISTS = 20_000  # conversations that are kept as lists, and that the slower passes read
@@ -216,7 +217,7 @@ def hold_text(
         "start_bytes": start,
         "private_bytes": private,
         "mapped_bytes": psutil.Process().memory_info().rss - private,
-        "peak_bytes": peak_resident_memory(),
+        "peak_bytes": peak_memory("cpu"),
         "bytes_a_row": (private - start) / rows,
         "rows_a_second": speeds,
     }

@@ -49,15 +49,15 @@ from benchmarks.shared.device_parts import (
     text_speeds,
     train_here,
 )
-from benchmarks.shared.process_memory import forget_peak, peak_resident_memory
 from decode.base.errors import UserError
 from decode.costs import OtherProcesses, busy
 from decode.model.loading import resolve_device
 from draftsmith.cli.examination import Findings
+from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.measure.machine import describe_gpus
 
-Part = Callable[[Bench], dict[str, Any]]
-PARTS: dict[str, Part] = {
+Measure = Callable[[Bench], dict[str, Any]]
+PARTS: dict[str, Measure] = {
     "decode": hold_decode_contest,
     "decode_batch": partial(hold_decode_contest, batch=BATCH),
     "texts": text_speeds,
@@ -65,7 +65,7 @@ PARTS: dict[str, Part] = {
     "mixed_lengths": mixed_lengths,
     "draft_costs": draft_costs,
 }
-TRAININGS: dict[str, Part] = {
+TRAININGS: dict[str, Measure] = {
     f"train_{name}": partial(train_here, contestant=name) for name in ("ours", "trl", "eagle1")
 }
 
@@ -191,7 +191,7 @@ def tables(
     return result
 
 
-def _measure(parts: Mapping[str, Part], bench: Bench, findings: Findings) -> None:
+def _measure(parts: Mapping[str, Measure], bench: Bench, findings: Findings) -> None:
     """Add the figures of these parts to `findings`, or why they failed."""
     for name, part in parts.items():
         bench.reporter.say(f"{name} …")
@@ -202,13 +202,13 @@ def _measure(parts: Mapping[str, Part], bench: Bench, findings: Findings) -> Non
             torch.cuda.empty_cache()
 
 
-def _with_peak(part: Part, bench: Bench) -> dict[str, Any]:
+def _with_peak(part: Measure, bench: Bench) -> dict[str, Any]:
     """The figures of a part, with its time, and its peak memory unless it measured that in a fresh
     process."""
     kind = bench.device.type
-    forget_peak(kind)
+    restart_peak(kind)
     seconds, figures = timed(bench.device, partial(part, bench))
-    return {"peak_bytes": peak_resident_memory(kind), "part_seconds": seconds} | figures
+    return {"peak_bytes": peak_memory(kind), "part_seconds": seconds} | figures
 
 
 def _plain(part: dict[str, Any]) -> dict[str, Any]:

@@ -47,12 +47,13 @@ from benchmarks.common import (
 )
 from benchmarks.shared.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation
 from benchmarks.shared.distill_settings import Settings
-from benchmarks.shared.process_memory import forget_peak, peak_resident_memory, resident_memory
+from benchmarks.shared.process_memory import resident_memory
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from train.base.console import Reporter
+from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.report.plots import LIGHT, SERIES
 
 TRL_REQUIREMENT = "trl>=1.16,<1.17"
@@ -282,14 +283,14 @@ def measure_point(
     step(text[:, :WARM_UP_TOKENS])
     gc.collect()
     before = resident_memory()
-    forget_peak()
+    restart_peak("cpu")
     seconds = [step(text) for _ in range(repeats + 1)][1:]
     return {
         "kind": kind,
         "tokens": tokens,
         "vocabulary": vocabulary,
         "seconds": statistics.median(seconds),
-        "peak_bytes": peak_resident_memory() - before,
+        "peak_bytes": peak_memory("cpu") - before,
     }
 
 

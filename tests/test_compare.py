@@ -95,10 +95,10 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         read_runs(paths[:1])
     with pytest.raises(UserError, match="named twice"):
         read_runs([paths[0], paths[0] / "report.json"])
-    with pytest.raises(UserError, match=r"nothing.*cannot be read"):
+    with pytest.raises(UserError, match=r"nothing.*is not the report of a run"):
         read_runs([paths[0], tmp_path / "nothing"])
     (paths[1] / "report.json").write_text('{"format": 99}', "utf-8")
-    with pytest.raises(UserError, match="format 99; expected format 1"):
+    with pytest.raises(UserError, match=r"format 99; .* reads format 1"):
         read_runs(paths)
     result = CliRunner().invoke(app, ["compare", *map(str, paths)])
     assert result.exit_code == 2

@@ -24,10 +24,11 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
+from draftsmith.auditing import drafts
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
-from draftsmith.diagnosis.engine import parse_reading, template_fault
+from draftsmith.diagnosis.engine import template_fault
 from draftsmith.diagnosis.entry import Diagnosis, cause_in_engine, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
@@ -41,8 +42,9 @@ from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
 from tests.upstream import served
 from train.base.exit_status import ExitStatus
+from train.engines import counters
 from train.engines.child_process import NoAnswer
-from train.engines.counters import DraftCounts
+from train.engines.counters import DraftCounts, parse_counters
 from train.settings.server_config import ServerConfig
 
 PROMPTS = 24
@@ -181,9 +183,23 @@ sglang:spec_num_draft_tokens{model_name="m"} 4.0
 def test_counters_are_read_by_place(
     text: str, name: str, by_place: tuple[int, ...] | None, gamma: int | None
 ) -> None:
-    found = parse_reading(text)
+    found = parse_counters(text)
     assert found is not None
     assert (found.engine, found.by_place, found.gamma) == (name, by_place, gamma)
+    assert found.engine in drafts.COUNTING
+
+
+def test_counters_that_move_are_good_enough_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its requests among others; a diagnosis is refused, below."""
+    page = busy()
+    monkeypatch.setattr(counters, "ask", lambda *_, **__: page().encode())
+    monkeypatch.setattr(counters, "LONGEST_SETTLE", 0.05)
+    monkeypatch.setattr(counters, "SLOW_SECONDS", 0.01)
+    last, still = counters.settled_counters("http://engine")
+    assert not still
+    audited = drafts.read("http://engine", None)
+    assert audited is not None
+    assert (audited.counts - last.counts).drafted > 0
 
 
 def asked_of(text: str | Callable[[], str], **options: Any) -> str:
@@ -270,8 +286,8 @@ def busy_meanwhile() -> Callable[[], str]:
 def test_servers_that_cannot_be_diagnosed_are_refused_by_name(
     text: Any, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "LONGEST_SETTLE", 0.6)
-    monkeypatch.setattr(engine, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(counters, "LONGEST_SETTLE", 0.6)
+    monkeypatch.setattr(counters, "SLOW_SECONDS", 0.01)
     assert said in asked_of(text, **options)
 
 

@@ -100,13 +100,9 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
     narrow = load_target(str(tmp_path / "narrow"))
     with pytest.raises(UserError, match=r"hidden size 64 and 300 tokens, but the target .* 32"):
         reloaded(out, narrow)
-    save_tiny(tmp_path / "other", vocab=320, **SHAPE)
-    other = load_target(str(tmp_path / "other"))
     installed = pytest.MonkeyPatch()
     with installed.context() as patch:
         patch.setattr(type(ENGINES["vllm"]), "version", lambda self, python: "0.32")
-        with pytest.raises(UserError, match="has another vocabulary"):
-            verify_export("vllm", task(other, out))
         with pytest.raises(UserError, match=r"gamma is 4, but .* drafts at most 3 tokens"):
             verify_export("vllm", task(target, out, gamma=4))
 

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.costs import Costs
-from draftsmith.auditing import drafts
 from draftsmith.cli.main import app
 from draftsmith.forecast.answer import (
     Cell,
@@ -34,6 +33,7 @@ from draftsmith.forecast.pilots import as_row, next_rows, pilot_config, write_da
 from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
 from tests.upstream import served
 from train.data.read import read_examples
+from train.engines import counters
 from train.report.report_summary import footnotes
 from train.run.config import dump_config
 from train.run.entry import resolve, train
@@ -355,7 +355,7 @@ def test_speeds_of_engines_become_what_drafts_are_worth_there(
     base: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafts, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(counters, "SLOW_SECONDS", 0.01)
     run = [str(write_run(base, 230)), "--load", "2", "--lengths", "16"]
     with ExitStack() as stack:
 

@@ -79,24 +79,36 @@ def z_lab(layers: int = 4) -> Published:
     return Published(config, random_tensors(shapes, torch.bfloat16))
 
 
+def exported_again(
+    published: Published, form: str, target: Target, directory: Path
+) -> tuple[Any, dict[str, torch.Tensor], dict[str, Any]]:
+    """Import a checkpoint and export it. Both draft the same. Returns what the import says, and the
+    tensors and the config of the export."""
+    imported = import_drafter(str(published.save(directory / "a")), target, directory / "out")
+    export_drafter(directory / "out", form, directory / "export")
+    assert_drafts_the_same(directory / "out", directory / "export", target)
+    config = json.loads((directory / "export" / "config.json").read_text("utf-8"))
+    return imported, load_file(directory / "export" / "model.safetensors"), config
+
+
+def assert_same_tensors(found: dict[str, torch.Tensor], published: Published) -> None:
+    assert found.keys() == published.tensors.keys()
+    assert all(torch.equal(found[name], x) for name, x in published.tensors.items())
+    assert all(found[name].dtype == x.dtype for name, x in published.tensors.items())
+
+
 def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Target) -> None:
     published = z_lab()
-    imported = import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+    imported, exported, config = exported_again(published, "vllm", target, tmp_path)
     assert (imported.layout, imported.depth, imported.dtype) == ("dflash", 3, "bfloat16")
     assert "its config names code (auto_map), which was neither read nor run" in imported.notes
     assert imported.settings is not None
     assert (imported.settings["taps"], imported.settings["mask_token"]) == ([1, 2], 301)
     assert imported.settings["layer"]["num_attention_heads"] == 4
     assert isinstance(open_drafter(str(tmp_path / "out"), target), DFlashDrafter)
-    export_drafter(tmp_path / "out", "vllm", tmp_path / "export")
-    exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert exported.keys() == published.tensors.keys()
-    assert all(torch.equal(exported[n], x) for n, x in published.tensors.items())
-    assert all(exported[n].dtype == x.dtype for n, x in published.tensors.items())
-    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
+    assert_same_tensors(exported, published)
     for key in ("dflash_config", "block_size", "head_dim", "rope_theta", "num_target_layers"):
         assert config[key] == published.config[key], key
-    assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
 def stored_layers(directory: Path) -> dict[str, Any]:
@@ -230,10 +242,8 @@ def model_optimizer(kind: str = "dflash", **inner: Any) -> Published:
 
 def test_model_optimizers_dspark_is_the_authors(tmp_path: Path, target: Target) -> None:
     published = model_optimizer("dspark")
-    source = str(published.save(tmp_path / "a"))
-    assert import_drafter(source, target, tmp_path / "out").layout == "dspark"
-    export_drafter(tmp_path / "out", "vllm", tmp_path / "export")
-    exported = load_file(tmp_path / "export" / "model.safetensors")
+    imported, exported, config = exported_again(published, "vllm", target, tmp_path)
+    assert imported.layout == "dspark"
     for theirs, ours in (
         ("markov_w1.weight", "markov_head.markov_w1.weight"),
         ("markov_w2.weight", "markov_head.markov_w2.weight"),
@@ -242,24 +252,17 @@ def test_model_optimizers_dspark_is_the_authors(tmp_path: Path, target: Target) 
         ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"),
     ):
         assert torch.equal(exported[ours], published.tensors[theirs]), ours
-    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
     assert config["confidence_head_with_markov"] is True
     assert config["target_layer_ids"] == [1, 2]
-    assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
 def test_model_optimizers_domino_comes_back(tmp_path: Path, target: Target) -> None:
     published = model_optimizer("domino")
-    imported = import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+    imported, exported, config = exported_again(published, "sglang", target, tmp_path)
     assert (imported.layout, imported.depth) == ("domino", 4)
-    export_drafter(tmp_path / "out", "sglang", tmp_path / "export")
-    exported = load_file(tmp_path / "export" / "model.safetensors")
-    assert exported.keys() == published.tensors.keys()
-    assert all(torch.equal(exported[n], x) for n, x in published.tensors.items())
-    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
+    assert_same_tensors(exported, published)
     before = {key: x for key, x in published.config["dflash_config"].items() if key != "causal"}
     assert (config["dflash_config"], config["emb_dim"]) == (before, 8)
-    assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

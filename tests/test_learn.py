@@ -310,7 +310,7 @@ def test_an_engine_that_ignores_its_drafter_answers_nobody(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.engines.drafters["1"] = "none"
-    monkeypatch.setattr("train.engines.counters._SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr("train.engines.counters.LONGEST_SETTLE", 0.5)
     outcome = site.learner().once()
     assert outcome is not None
     assert "accepted none" in outcome.reason
@@ -340,6 +340,10 @@ def test_a_drafter_that_is_not_better_or_not_used_is_left(
 
 
 def test_counters_of_engines() -> None:
+    def counted(page: str) -> DraftCounts | None:
+        counters = parse_counters(page)
+        return counters and counters.counts
+
     page = """
 # HELP vllm:spec_decode_num_draft_tokens_total Number of draft tokens.
 vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
@@ -347,9 +351,9 @@ vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 1e1
 vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 9.0
 """
-    assert parse_counters(page) == DraftCounts(40, 12)
-    assert parse_counters(page.replace("vllm:", "llamacpp:")) == DraftCounts(40, 12)
-    assert parse_counters(page.replace('"m"', '"a } b"')) == DraftCounts(40, 12)
+    assert counted(page) == DraftCounts(40, 12)
+    assert counted(page.replace("vllm:", "llamacpp:")) == DraftCounts(40, 12)
+    assert counted(page.replace('"m"', '"a } b"')) == DraftCounts(40, 12)
     assert parse_counters(page.replace(" 12.0", " 1e999")) is None  # no number to reckon with
     # 50 answers of 10 tokens after their first; 200 verifications of 4 nodes accept 300 tokens.
     page = """
@@ -361,7 +365,7 @@ sglang:spec_num_draft_tokens{tp_rank="0"} 4.0
 sglang:spec_num_draft_tokens{tp_rank="1"} 4.0
 sglang:spec_accept_length{tp_rank="0"} 2.1
 """
-    assert parse_counters(page) == DraftCounts(600, 300)
+    assert counted(page) == DraftCounts(600, 300)
     assert parse_counters(page.replace("spec_verify_calls", "cached_tokens")) is None
     assert (DraftCounts(40, 12) - DraftCounts(30, 10)).rate == 0.2
     assert DraftCounts(5, 1) - DraftCounts(30, 10) == DraftCounts(5, 1)
@@ -748,7 +752,7 @@ def test_a_whole_cycle_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert outcome.before is not None
             assert outcome.after is not None
             assert learner.recorder.serving != url
-            assert read_counters(learner.recorder.serving).accepted > 0
+            assert read_counters(learner.recorder.serving).counts.accepted > 0
     finally:
         for directory in (tmp_path / "learning/versions/1", tmp_path / "engine"):
             engines.stop(directory)

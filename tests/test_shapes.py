@@ -200,7 +200,7 @@ def test_a_structure_is_stored(tmp_path: Any) -> None:
         '{"format": 2, "paths": []}',
     ):
         (tmp_path / "bad.json").write_text(text, "utf-8")
-        with pytest.raises(UserError, match=r"not a tree|without its parent|tree format 2"):
+        with pytest.raises(UserError, match=r"not a tree|without its parent|has format 2"):
             Structure.load(tmp_path / "bad.json")
     with pytest.raises(UserError, match="not a tree structure"):
         Structure.load(tmp_path / "absent.json")

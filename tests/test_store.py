@@ -186,7 +186,7 @@ def rewrite_description(path: Path, edit: dict[str, Any]) -> None:
         ({"kind": "smal_lm"}, 'unknown drafter .smal_lm.*Did you mean "small_lm"'),
         ({"kind": "of_heads"}, "unknown drafter .of_heads.*import open_drafter from there"),
         ({"kind": "ngram"}, "not trained"),
-        ({"format": 2}, "drafter format 2; .* reads format 1"),
+        ({"format": 2}, "has format 2; .* reads format 1"),
         ({"format": None}, "is not a drafter description"),
         ({"kind": None}, "is not a drafter description"),
         ({"target": None}, "is not a drafter description"),

@@ -9,10 +9,7 @@ status is 1 if an answer, a status, a counter, a thread, a file or a row is not 
 
 import http.client
 import json
-import os
 import random
-import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +18,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import psutil
-import torch
 import typer
 
 import heads.kinds  # noqa: F401  (registers its drafters)
@@ -34,7 +30,6 @@ from benchmarks.common import (
     TargetOption,
     describe_machine,
     run_command,
-    start_benchmark,
     write_json,
 )
 from benchmarks.serve.client import (
@@ -46,14 +41,14 @@ from benchmarks.serve.client import (
     ask,
     read_metrics,
 )
-from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
+from benchmarks.serve.process import MODEL, ServiceProcess, prepare, serve_command
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target
 from decode.text import prompt_ids
 from decode.text_stream import decode
 from train.base.console import Reporter
-from train.data.read import Example, read_examples, spread
+from train.data.read import Example, spread
 
 # (prompt, limit in tokens) → the greedy text that the decode gives alone.
 Texts = Mapping[tuple[str, int], str]
@@ -446,14 +441,10 @@ def main(
     json_file: JsonOption = None,
 ) -> None:
     """Soak the service with clients that do everything."""
-    reporter = start_benchmark()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the service ends with this
-    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # the service has as many
-    examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
-    loaded = load_target(target, dtype="float32", device=device)
     # The texts of seeds are compared, so drafts do not depend on times.
-    options = ["--dtype", "float32", "--device", str(loaded.device)]
-    options += ["--gamma", str(gamma), "--policy", "fixed"]
+    reporter, loaded, examples, options = prepare(
+        target, prompts, dtype="float32", device=device, gamma=gamma, policy="fixed"
+    )
     result = soak_service(loaded, drafter, options, examples, seconds, clients, default_requests)
     report_soak(result, reporter)
     if json_file is not None:

@@ -22,9 +22,6 @@ are of tokens a second, ours over theirs: above 1 we are faster. Nothing else ma
 machine: loops in the benchmark's own process lose much more time to it than services do.
 """
 
-import os
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,7 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import heads.kinds  # noqa: F401  (registers its drafters)
@@ -50,7 +46,6 @@ from benchmarks.common import (
     rows_table,
     run_command,
     save_figure,
-    start_benchmark,
     write_json,
 )
 from benchmarks.serve.contestants import (
@@ -65,7 +60,7 @@ from benchmarks.serve.contestants import (
     over_http,
     transformers_command,
 )
-from benchmarks.serve.process import ServiceProcess, serve_command
+from benchmarks.serve.process import ServiceProcess, prepare, serve_command
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
@@ -73,7 +68,7 @@ from decode.settings import DecodeSettings
 from decode.text import prompt_ids
 from draftsmith.export.formats.gguf_layout import FILE
 from train.base.console import Reporter
-from train.data.read import Example, read_examples, spread
+from train.data.read import Example, spread
 
 CLIENTS = [1, 4, 16]
 OURS = ("served", "plain_served", "alone")
@@ -102,13 +97,9 @@ def main(
     """Measure the service beside others."""
     if clients is not None and min(clients) < 1:
         raise UserError(f"--clients is {min(clients)}; expected at least 1")
-    reporter = start_benchmark()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the services end with the benchmark
-    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # services have as many
-    examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
-    loaded = load_target(target, dtype=dtype, device=device)
-    options = ["--dtype", dtype, "--device", str(loaded.device)]
-    options += ["--gamma", str(gamma), "--policy", policy]
+    reporter, loaded, examples, options = prepare(
+        target, prompts, dtype=dtype, device=device, gamma=gamma, policy=policy
+    )
     figures: dict[str, Any] = {
         "benchmark": "serve",
         "quick": quick,

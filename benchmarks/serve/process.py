@@ -9,10 +9,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
+import torch
 
+from benchmarks.common import start_benchmark
 from benchmarks.serve.client import CHAT, Answer, ask
+from decode.model.loading import Target, load_target
+from train.base.console import Reporter
+from train.data.read import Example, read_examples
 from train.engines.child_process import free_port
 
 MODEL = "target"  # what requests call it
@@ -29,6 +35,21 @@ def serve_command(target: str, drafter: str, *options: str) -> list[str]:
     """The command `draftsmith serve`, which calls its model `MODEL`. The port is added."""
     words = ("serve", "--target", target, "--drafter", drafter, "--model-name", MODEL)
     return command(*words, *options)
+
+
+def prepare(
+    target: str, prompts: Path, *, dtype: str, device: str, gamma: int, policy: str
+) -> tuple[Reporter, Target, list[Example], list[str]]:
+    """What reports progress, the loaded target, the rows that have a prompt, and the options of
+    services of the same target. Services that start later have as many threads as this process, and
+    end with it."""
+    reporter = start_benchmark()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
+    loaded = load_target(target, dtype=dtype, device=device)
+    options = ["--dtype", dtype, "--device", str(loaded.device)]
+    return reporter, loaded, examples, [*options, "--gamma", str(gamma), "--policy", policy]
 
 
 class ServiceProcess:

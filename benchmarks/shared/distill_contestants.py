@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import PROMPTS, start_process
 from benchmarks.shared.distill_settings import Meter, Settings
-from benchmarks.shared.process_memory import forget_peak, resident_memory
+from benchmarks.shared.process_memory import resident_memory
 from decode.model.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -34,6 +34,7 @@ from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.training_text import FixedText
+from train.loop.meters.peak_memory import restart_peak
 from train.loop.trainer import Trainer
 from train.loop.training_task import Step, TrainingTask
 from train.settings.optimizer_config import OptimizerConfig
@@ -121,7 +122,7 @@ def measure_training(
     warm_up = make_texts(target.tokenizer, options.rows, options, first=len(texts))
     train(contestant, target, copy.deepcopy(student), warm_up, options, Meter(options.device))
     gc.collect()
-    forget_peak(options.device)
+    restart_peak(options.device)
     meter = Meter(options.device)
     train(contestant, target, student, texts, options, meter)
     seconds = meter.times[-1] - meter.times[0]

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.common import TARGET
-from benchmarks.shared.process_memory import peak_resident_memory
 from decode.model.loading import Target, load_model_and_tokenizer, load_target
 from distill.untrained_student import student_from_layers
+from train.loop.meters.peak_memory import peak_memory
 from train.measure.time_passes import finish
 
 
@@ -74,7 +74,7 @@ class Meter:
         finish(torch.device(self.device))
         self.times.append(time.perf_counter())
         self.cpu.append(time.process_time())
-        self.peak = peak_resident_memory(self.device)
+        self.peak = peak_memory(self.device)
 
     def count_batch(self, attention_mask: Tensor, predicted: Tensor) -> None:
         """Count a batch. attention_mask: [B, T]. predicted: bool [B, T − 1], tokens in the loss."""

@@ -24,6 +24,7 @@ from decode.model.loading import target_gguf
 from draftsmith.export.formats.gguf_layout import FILE, metadata, tokenizer_keys, write_gguf
 from draftsmith.export.formats.small_lm_gguf import ARCHITECTURES, gguf_tensors, own_weights
 from train.engines.child_process import Server, serving
+from train.engines.counters import DraftCounts, counts_beside
 from train.engines.programs import llama_server_program
 
 if TYPE_CHECKING:
@@ -108,8 +109,8 @@ def _answer(server: Server, prompt: Sequence[int], tokens: int) -> Answer:
     answer = server.ask("/completion", body)
     if not isinstance(answer, dict) or len(answer.get("tokens", ())) != tokens:
         raise UserError(f"llama-server answers {json.dumps(answer)[:200]}; asked: {tokens} tokens")
-    counts = (int(answer["timings"].get(name, 0)) for name in ("draft_n", "draft_n_accepted"))
-    return Answer(answer["tokens"], *counts)
+    counts = counts_beside(answer) or DraftCounts()
+    return Answer(answer["tokens"], int(counts.drafted), int(counts.accepted))
 
 
 def _written(models: "Models", kind: str) -> Path:

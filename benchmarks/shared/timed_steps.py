@@ -1,6 +1,6 @@
 """Optimizer steps with their seconds and memory, for contestants in different environments.
 
-It imports nothing of ours but `benchmarks.shared.process_memory`, which needs psutil.
+Of ours it imports only what measures memory, which needs psutil.
 """
 
 import gc
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.shared.process_memory import forget_peak, peak_resident_memory, resident_memory
+from benchmarks.shared.process_memory import resident_memory
+from train.loop.meters.peak_memory import peak_memory, restart_peak
 
 WARM_UP = 64  # tokens
 LEARNING_RATE, BETAS, CLIP = 1e-4, (0.9, 0.95), 1.0
@@ -48,7 +49,7 @@ def measure_steps(
     backward(0, min(tokens, WARM_UP))
     optimizer.zero_grad()
     gc.collect()
-    forget_peak()
+    restart_peak("cpu")
     before = resident_memory()
     seconds, losses, norms = [], [], []
     for text in range(texts):
@@ -62,7 +63,7 @@ def measure_steps(
         "seconds": median(seconds),
         "step_seconds": seconds,
         "tokens_per_second": tokens / median(seconds),
-        "peak_bytes": peak_resident_memory() - before,
+        "peak_bytes": peak_memory("cpu") - before,
         "losses": losses,
         "gradient_norms": norms,
         "trained_parameters": sum(parameter.numel() for parameter in trained),

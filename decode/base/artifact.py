@@ -19,7 +19,7 @@ import re
 import shutil
 import socket
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -129,6 +129,25 @@ def write_file(path: Path, data: bytes | str) -> None:
             _write_and_sync(tmp, data.encode() if isinstance(data, str) else data)
             os.replace(tmp, path)
             _sync(path.parent)
+
+
+def read_versioned(
+    path: Path, version: int, fields: Sequence[str], what: str, remedy: str
+) -> dict[str, Any]:
+    """The JSON object of a file that says its `format`. Raises UserError for a file that cannot be
+    read, lacks one of `fields` or has another format. what, remedy: what it should be, and what to
+    do if it is not, for the message."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found, *_ = [content[name] for name in ("format", *fields)]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{path} is not {what} ({error!r}); {remedy}") from error
+    if found != version:
+        raise UserError(
+            f"{path} has format {found!r}; this version of draftsmith reads format {version} of "
+            f"{what}"
+        )
+    return content
 
 
 def require_space(directory: Path, needed: int, what: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.base.artifact import MANIFEST, read_versioned, verify_directory, write_directory
 from decode.base.device import dtype_name
 from decode.base.errors import UserError, nearest
 from decode.base.paths import from_home
@@ -93,22 +93,13 @@ def save_drafter(
 def describe_drafter(path: Path) -> dict[str, Any]:
     """The content of `drafter.json`, after a check of the directory against its manifest.
 
-    Raises UserError (CorruptArtifact) that names the missing or damaged file.
+    Raises UserError that names the missing or damaged file.
     """
     verify_directory(path)
-    try:
-        description = json.loads((path / DRAFTER_FILE).read_text(encoding="utf-8"))
-        file_format, _, _ = (description[key] for key in ("format", "kind", "target"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptArtifact(
-            path, DRAFTER_FILE, f"is not a drafter description ({error})"
-        ) from error
-    if file_format != FORMAT:
-        raise UserError(
-            f"{path} has drafter format {file_format}; this version of draftsmith reads "
-            f"format {FORMAT}"
-        )
-    return description
+    return read_versioned(
+        path / DRAFTER_FILE, FORMAT, ("kind", "target"), "a drafter description",
+        "restore it from a copy, or write the drafter again",
+    )  # fmt: skip
 
 
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from decode.base.artifact import write_file
+from decode.base.artifact import read_versioned, write_file
 from decode.base.errors import UserError
 
 FORMAT = 1
@@ -60,17 +60,9 @@ class Structure:
     @classmethod
     def load(cls, path: Path | str) -> "Structure":
         """Loads a file written by `save`. Raises UserError if the file is not a tree."""
-        try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
-            version, paths = stored["format"], stored["paths"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not a tree structure ({error!r})") from error
-        if version != FORMAT:
-            raise UserError(
-                f"{path} has tree format {version}; this version of draftsmith reads format "
-                f"{FORMAT}"
-            )
-        return cls(paths)
+        remedy = "write one with draftsmith calibrate-tree"
+        stored = read_versioned(Path(path), FORMAT, ["paths"], "a tree structure", remedy)
+        return cls(stored["paths"])
 
     def save(self, path: Path | str, about: dict[str, Any] | None = None) -> None:
         """Writes JSON atomically. about: how the tree was made, as JSON values."""

@@ -13,25 +13,25 @@ from decode.model.pretrained import is_sharded
 from distill.teacher.feature_sources import FeatureSource, LiveFeatures, join_rows, split_rows
 
 
-class RememberedFeatures:
+class DevFeatures:
     """Keeps what a source gives for each sample in CPU memory, H numbers per token and layer: a
     slice that is measured again and again is read once."""
 
     def __init__(self, source: FeatureSource) -> None:
         self._source = source
-        self._remembered: dict[str, dict[int, Tensor]] = {}
+        self._read: dict[str, dict[int, Tensor]] = {}
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
         """See `FeatureSource`."""
-        if not all(sample in self._remembered for sample in ids):
+        if not all(sample in self._read for sample in ids):
             features = self._source.features(input_ids, attention_mask, ids)
             lengths = attention_mask.sum(1).tolist()
             rows = split_rows(features, lengths[: len(ids)], torch.device("cpu"))
-            self._remembered.update(zip(ids, rows, strict=True))
+            self._read.update(zip(ids, rows, strict=True))
             return features
-        return join_rows([self._remembered[sample] for sample in ids], input_ids.device)
+        return join_rows([self._read[sample] for sample in ids], input_ids.device)
 
 
 def dev_features(
@@ -42,4 +42,4 @@ def dev_features(
     """A source for a dev slice. It is one of its own: samples of two splits may have the same id.
     All ranks must run a sharded target together, so none may skip it there."""
     live = LiveFeatures(model, captured_layers, sources=sources)
-    return live if is_sharded(model) else RememberedFeatures(live)
+    return live if is_sharded(model) else DevFeatures(live)

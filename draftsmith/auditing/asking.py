@@ -29,7 +29,7 @@ from train.engines.ask_servers import (
     excerpt,
     run_apart,
 )
-from train.engines.counters import DraftCounts
+from train.engines.counters import DraftCounts, counts_beside
 from train.settings.server_config import ServerConfig
 
 # Of AnswerReader: an answer with these is no answer of the target's, whatever its tokens.
@@ -38,7 +38,7 @@ NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
 # Of a token each; None: the server gives none.
 LogP = list[float] | None
 T = TypeVar("T")
-LARGEST = 1e9  # of a log-probability or a count; NaN is none
+LARGEST = 1e9  # of a log-probability; NaN is none
 # What reading an answer of another shape raises.
 NO_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
 
@@ -184,12 +184,12 @@ class AuditedServer(ServerClient):
         self.accepted(response)
         try:
             parts, counts = self.decoded(
-                response, lambda body: (self.protocol.parts(body), _drafted(body))
+                response, lambda body: (self.protocol.parts(body), counts_beside(body))
             )
         except UserError as error:
             asked.leave_out(error, each)
             return
-        asked.counts += counts
+        asked.counts += counts or DraftCounts()
         if len(parts) != each:
             asked.faults.append(f"{len(parts)} answers came in place of {each}")
         replies = []
@@ -228,15 +228,6 @@ class AuditedServer(ServerClient):
             asked.texts.append(EngineText(number, row.prompt, answer.tokens, log_p))
         elif answer.left_out not in NO_END:
             asked.left_out.append(answer.left_out)
-
-
-def _drafted(body: dict[str, Any]) -> DraftCounts:
-    """What llama-server says of its drafts, beside an answer."""
-    timings = body.get("timings") or {}
-    counts = [float(timings.get(key) or 0) for key in ("draft_n", "draft_n_accepted")]
-    if not all(0 <= count < LARGEST for count in counts):
-        raise ValueError("its numbers of draft tokens are none")
-    return DraftCounts(*counts)
 
 
 def _miscounted(replies: Sequence[Reply]) -> list[str]:

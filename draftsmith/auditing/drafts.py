@@ -1,9 +1,5 @@
 """What drafts are worth in an engine: acceptance by its own counters, and speed."""
 
-import re
-import time
-from dataclasses import dataclass
-
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from draftsmith.auditing.findings import Finding, Judgement
@@ -15,14 +11,9 @@ from draftsmith.export.acceptance import (
     count_drafts,
 )
 from draftsmith.export.engines import ENGINES
-from train.engines.child_process import ask
-from train.engines.counters import DraftCounts, parse_counters
+from train.engines.counters import DraftCounts, EngineCounters, settled_counters
 
 GROUP = "drafts"
-# Counters follow the answers a moment later: they are read until two readings are equal. Ours are
-# counted before an answer leaves.
-SETTLE_SECONDS = {"draftsmith": 0.02}
-SLOW_SECONDS, LONGEST_SETTLE = 0.3, 5.0
 # How engines count, by the prefixes of their counters.
 COUNTING = {
     "vllm": ENGINES["vllm"].counting,
@@ -33,34 +24,13 @@ COUNTING = {
 }
 
 
-@dataclass(frozen=True)
-class Counters:
-    """A reading. engine: a name of COUNTING."""
-
-    counts: DraftCounts
-    engine: str
-
-
-def read(url: str, key: str | None) -> Counters | None:
-    """The engine's counters once they stand still; None if it shows none."""
-    end = time.monotonic() + LONGEST_SETTLE
-    last = _read(url, key)
-    while last is not None and time.monotonic() < end:
-        time.sleep(SETTLE_SECONDS.get(last.engine, SLOW_SECONDS))
-        if (now := _read(url, key)) == last:
-            break
-        last = now
-    return last
-
-
-def _read(url: str, key: str | None) -> Counters | None:
+def read(url: str, key: str | None) -> EngineCounters | None:
+    """The engine's counters once they stand still, or those that it shows after a while; None if
+    it shows none."""
     try:
-        page = ask(f"{url}/metrics", key=key or "", seconds=30).decode(errors="replace")
-        counts = parse_counters(page)
-    except (UserError, ValueError):  # no page, or one whose numbers are none
+        return settled_counters(url, key or "")[0]
+    except UserError:
         return None
-    engine = re.search(rf"^({'|'.join(COUNTING)}):", page, re.MULTILINE)
-    return None if counts is None or engine is None else Counters(counts, engine[1])
 
 
 def acceptance_finding(

@@ -21,13 +21,11 @@ from draftsmith.auditing.tails import (
     smallest_excess,
 )
 from draftsmith.auditing.texts import JudgedText
+from train.engines.answers.check_model import MOST_STRANGE, STRANGE
 
 GROUP = "greedy"
 # A mean difference of log-probabilities that rounding to 8 bits does not explain, in nats.
 MOST_OFF = 0.1
-# A first token that is so much less likely than the likeliest is another model's. Models of one
-# family differ in about a fifth of their greedy tokens.
-STRANGE, MOST_STRANGE = 0.5, 0.1
 PLACE_TOKENS = 4  # the last tokens of a text, by which places are told apart
 POWER = 0.99
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from decode.draw.penalties import Answers, TextBefore, penalised
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
+from train.engines.answers.check_model import below_likeliest
 
 ROWS = 64  # positions whose [V] probabilities are in memory at a time
 _LABEL = b"audit"
@@ -120,7 +121,7 @@ class TextJudge:
         logits = raw
         if self._sampling.penalises:
             logits = self._penalised(raw, ids, len(ids) - count, first)
-        gap = logits.amax(-1) - logits.gather(1, tokens)[:, 0]
+        gap = below_likeliest(logits, tokens[:, 0])
         rounding = (ROUNDINGS * self._eps * raw.abs().amax(-1)).clamp(min=LEAST_ROUNDING)
         rounding *= self._scale
         if self._rounding is not None:

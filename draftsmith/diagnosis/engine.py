@@ -1,8 +1,6 @@
 """Acceptance by place there: what a server's own counters say of one request after the other."""
 
 import json
-import re
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,52 +11,22 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import AskedTexts, ask_texts
-from draftsmith.auditing.drafts import COUNTING, SETTLE_SECONDS, SLOW_SECONDS
 from draftsmith.auditing.template_question import TemplateQuestion, prompt_of
-from train.engines.child_process import NoAnswer, ask
-from train.engines.counters import DraftCounts, parse_counters, served_models
+from train.engines.child_process import ask
+from train.engines.counters import (
+    DraftCounts,
+    EngineCounters,
+    served_models,
+    settled_counters,
+)
 from train.settings.server_config import ServerConfig
 
-# vLLM, draftsmith and llama-server (in builds of 2026) have the same names, each behind its prefix.
-_BY_PLACE = re.compile(
-    r"^(?:vllm|llamacpp|draftsmith):spec_decode_num_accepted_tokens_per_pos(?:_total)?"
-    r"\{[^}]*position=\"(\d+)\"[^}]*\}\s+([0-9.eE+-]+)",
-    re.MULTILINE,
-)
-# SGLang counts nothing by place. A gauge has the nodes of a draft, the last token of the text
-# among them.
-_SGLANG_NODES = re.compile(
-    r"^sglang:spec_num_draft_tokens(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE
-)
 # Engines that say from their start how many tokens they draft. llama-server has places of the
 # drafts so far.
 _SAY_GAMMA = ("vllm", "sglang", "draftsmith")
-_ENGINE = re.compile(rf"^({'|'.join(COUNTING)}):", re.MULTILINE)
-LONGEST_SETTLE = 10.0
 # Of the texts, as many must be the target's. Rounding alone changes fewer.
 LEAST_EQUAL_TEXTS = 0.7
 ASKED_AGAIN = 3  # prompts with another text: does the server draw it?
-
-
-@dataclass(frozen=True)
-class ServerCounters:
-    """engine: a name of COUNTING. by_place: accepted tokens at each place; None: it does not say
-    them by place. gamma: the most tokens of a draft; None: it does not say."""
-
-    engine: str
-    counts: DraftCounts
-    by_place: tuple[int, ...] | None
-    gamma: int | None
-
-    def require(self, gamma: int) -> None:
-        """Raise UserError for a server that drafts another number of tokens."""
-        may_be_more = self.engine not in _SAY_GAMMA
-        if self.gamma in (None, gamma) or (may_be_more and self.gamma < gamma):
-            return
-        raise UserError(
-            f"the server drafts {self.gamma} tokens at a time, but --gamma is {gamma}; give "
-            f"--gamma {self.gamma}"
-        )
 
 
 @dataclass(frozen=True)
@@ -78,62 +46,33 @@ class ServerMeasurement:
         return accepted if self.by_place else accepted.sum(1, keepdims=True)
 
 
-def parse_reading(page: str) -> ServerCounters | None:
-    """The counters of a page for Prometheus. None: it has none of drafts."""
-    counts, engine = parse_counters(page), _ENGINE.search(page)
-    if counts is None or engine is None:
-        return None
-    if engine[1] == "sglang":
-        nodes = [int(float(value)) for value in _SGLANG_NODES.findall(page)]
-        return ServerCounters(engine[1], counts, None, max(nodes) - 1)
-    accepted: dict[int, int] = {}
-    for place, value in _BY_PLACE.findall(page):
-        accepted[int(place)] = accepted.get(int(place), 0) + int(float(value))
-    if not accepted:
-        return ServerCounters(engine[1], counts, None, None)
-    gamma = max(accepted) + 1
-    return ServerCounters(
-        engine[1], counts, tuple(accepted.get(place, 0) for place in range(gamma)), gamma
-    )
+def read(url: str, key: str = "") -> EngineCounters:
+    """The counters once they stand still. Raises as `read_counters`, and UserError for a server
+    that is busy with other requests."""
+    counters, still = settled_counters(url, key)
+    if not still:
+        raise UserError(
+            f"the counters of {url} do not stand still: it answers other requests meanwhile. "
+            "Expected a server that nobody else asks; diagnose one of your own"
+        )
+    return counters
 
 
-def read(url: str, key: str = "") -> ServerCounters:
-    """The counters once they stand still. Raises UserError for a server that hides them, and for
-    one that is busy with other requests, and NoAnswer."""
-    end, last, before = time.monotonic() + LONGEST_SETTLE, None, None
-    # One reading that took longer says nothing of the next.
-    while before is None or time.monotonic() < end:
-        try:
-            page = ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace")
-        except NoAnswer:
-            raise
-        except UserError as error:
-            raise UserError(
-                f"{url} hides its counters ({error}); expected /metrics. Start vLLM with a "
-                "drafter, llama-server with --metrics, SGLang with --enable-metrics; for a server "
-                "with a key give --key-env"
-            ) from error
-        found = parse_reading(page)
-        if found is None:
-            raise UserError(
-                f"{url}/metrics has no counters of drafts: the server has no drafter, or hides "
-                "them; start it with one"
-            )
-        if found == last:
-            return found
-        before, last = last, found
-        time.sleep(SETTLE_SECONDS.get(found.engine, SLOW_SECONDS))
-    raise UserError(
-        f"the counters of {url} do not stand still: it answers other requests meanwhile. Expected "
-        "a server that nobody else asks; diagnose one of your own"
-    )
+def _require(gamma: int, counters: EngineCounters) -> None:
+    """Raise UserError for a server that drafts another number of tokens."""
+    most, may_be_more = counters.gamma, counters.engine not in _SAY_GAMMA
+    if most is not None and most != gamma and not (may_be_more and most < gamma):
+        raise UserError(
+            f"the server drafts {most} tokens at a time, but --gamma is {gamma}; give "
+            f"--gamma {most}"
+        )
 
 
 def ready(url: str, config: ServerConfig, gamma: int) -> str:
-    """The server's engine, a name of COUNTING. Raises UserError and NoAnswer as `read`, and for a
-    server that drafts another number of tokens."""
+    """The server's engine, a name of COUNTING. Raises as `read`, and UserError for a server that
+    drafts another number of tokens."""
     first = read(url, config.key() or "")
-    first.require(gamma)
+    _require(gamma, first)
     return first.engine
 
 
@@ -184,7 +123,7 @@ def measure(
         texts.append([*asked.texts[0].tokens])
         drafted.append(int(counts.drafted))
         accepted.append(int(counts.accepted))
-        after.require(gamma)
+        _require(gamma, after)
         by_place.append(_places(after, gamma) - _places(before, gamma))
         before = after
         if number and number % 50 == 0:
@@ -257,7 +196,7 @@ def template_fault(
     return None
 
 
-def _places(reading: ServerCounters, gamma: int) -> np.ndarray:
+def _places(reading: EngineCounters, gamma: int) -> np.ndarray:
     """Accepted tokens at each place, int [γ]; 0 where the server has no series yet."""
     places = np.zeros(gamma, dtype=np.int64)
     found = reading.by_place or ()

@@ -16,8 +16,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from decode.base.artifact import (
     MANIFEST,
-    CorruptArtifact,
     file_sha256,
+    read_versioned,
     temporary,
     verify_directory,
     write_directory,
@@ -245,17 +245,11 @@ def check_export(directory: Path) -> dict[str, Any]:
     """Check every file against the manifest and the format's schema; return `export.json`.
     Raises UserError with the first damaged file, or with all problems that the schema finds."""
     verify_directory(directory)
-    try:
-        record: dict[str, Any] = json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))
-        version, layout, _, _ = (record[key] for key in ("format", "layout", "kind", "facts"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptArtifact(
-            directory, EXPORT_FILE, f"does not describe an export ({error})"
-        ) from error
-    if version != FORMAT:
-        raise UserError(
-            f"{directory} has export format {version}; this version of draftsmith reads {FORMAT}"
-        )
+    record = read_versioned(
+        directory / EXPORT_FILE, FORMAT, ("layout", "kind", "facts"), "a description of an export",
+        "export the drafter again",
+    )  # fmt: skip
+    layout = record["layout"]
     problems = FORMATS[layout].problems(directory)
     require_none(problems, f"{directory} is not a valid {layout} export")
     return record

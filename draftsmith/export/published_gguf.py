@@ -10,11 +10,10 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.base.paths import from_home
-from decode.model.gguf_file import read_header
 from decode.model.loading import Target
 from draftsmith.export.file_schema import FLOATS
 from draftsmith.export.formats.block_gguf import ARCH, own_tensors, published_config, rotation_of
-from draftsmith.export.formats.gguf_layout import read_keys, read_weights
+from draftsmith.export.formats.gguf_layout import open_gguf, read_keys, read_weights
 from draftsmith.export.formats.heads_gguf import require_same_tokens
 from draftsmith.export.published import Checkpoint
 
@@ -33,10 +32,7 @@ class GGUFCheckpoint(Checkpoint):
         """Open a file. Raises UserError if it is damaged, holds no block drafter or quantised
         weights, or has other rotary positions than the target."""
         file = from_home(source)
-        read_header(file)
-        import gguf
-
-        reader = gguf.GGUFReader(file)
+        reader = open_gguf(file)
         keys = read_keys(reader)
         arch = keys.get("general.architecture")
         if arch != ARCH:

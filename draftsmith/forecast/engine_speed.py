@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
@@ -22,7 +23,13 @@ from draftsmith.auditing.entry import server_config
 from draftsmith.forecast.answer import EngineCell, Speed
 from draftsmith.forecast.worth import piece
 from train.engines.child_process import ask
-from train.engines.counters import DraftCounts, served_models
+from train.engines.counters import (
+    DraftCounts,
+    Uncounted,
+    counts_beside,
+    read_counters,
+    served_models,
+)
 
 # Tokens of the two answers to a prompt: what the longer one takes more is steps alone.
 SHORT, LONG = 1, 129
@@ -124,7 +131,8 @@ def measure(url: str, text: Sequence[int], load: int, length: int) -> Measured:
 
         first = at_once(SHORT)  # so that prompts are known to all that follow, or to none
         if before is None and first[0].counts is None:
-            _require_page(url)
+            with suppress(Uncounted):  # a hidden page says nothing: it may have a drafter
+                read_counters(url)
         for _ in range(REPEATS):
             short, long = at_once(SHORT), at_once(LONG)
             more = sum(x.tokens for x in long) - sum(x.tokens for x in short)
@@ -179,23 +187,8 @@ def _ask(url: str, model: str, prompt: Sequence[int], tokens: int) -> _Reply:
     seconds = time.perf_counter() - begin
     try:
         reply = json.loads(answer)
-        written, said, counts = int(reply["usage"]["completion_tokens"]), reply.get("timings"), None
-        if said is not None:  # by llama-server
-            drafted, accepted = (said.get(key) or 0 for key in ("draft_n", "draft_n_accepted"))
-            counts = DraftCounts(float(drafted), float(accepted))
-        return _Reply(written, seconds, counts)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return _Reply(int(reply["usage"]["completion_tokens"]), seconds, counts_beside(reply))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(
             f"{url}/v1/completions answers {answer[:200]!r}, without usage.completion_tokens"
-        ) from error
-
-
-def _require_page(url: str) -> None:
-    """Raise UserError for a server whose counters are hidden: it may have a drafter."""
-    try:
-        ask(f"{url}/metrics", seconds=30)
-    except UserError as error:
-        raise UserError(
-            f"{url} hides its counters ({error}); expected /metrics. Start SGLang with "
-            "--enable-metrics"
         ) from error

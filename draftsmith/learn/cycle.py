@@ -347,7 +347,7 @@ class TenantLearner:
         return len(records) > held_out and bool(split_by_time(records, held_out)[0])
 
     def _counters(self, url: str) -> DraftCounts:
-        return read_counters(url, self._engine_key)
+        return read_counters(url, self._engine_key).counts
 
     def _usable(self, after: float = 0.0) -> tuple[list[dict[str, Any]], Counter[str]]:
         """The records that are newer than `after`, as `usable` gives them."""

@@ -1,6 +1,5 @@
 """What a run has done so far and does now, read from its directory. Nothing is written."""
 
-import json
 import re
 import time
 from collections.abc import Iterator
@@ -123,7 +122,6 @@ def _thinned(points: Points) -> list[tuple[int, float]]:
 def _json(path: Path) -> Any:
     """The value in a file. None if there is none, or if it is being written."""
     try:
-        # NaN and infinity are not valid JSON. Such a figure counts as missing.
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except (OSError, ValueError):
+        return read_record(path)
+    except UserError:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from decode.base.artifact import read_versioned
 from decode.base.errors import UserError
 from train.base.config_file import dotted
 from train.report.drafter_table import COLUMNS, row_labels
@@ -108,7 +109,11 @@ def read_runs(paths: list[Path]) -> Runs:
         name if short.count(name) == 1 else str(file.parent)
         for name, file in zip(short, files, strict=True)
     ]
-    reports = {name: _read(file) for name, file in zip(names, files, strict=True)}
+    remedy = "expected the directory of a finished run, or its report.json"
+    reports = {
+        name: read_versioned(file, FORMAT, (), "the report of a run", remedy)
+        for name, file in zip(names, files, strict=True)
+    }
     return Runs(reports, _differing([_settings(report) for report in reports.values()]))
 
 
@@ -144,20 +149,6 @@ def render_comparison(runs: Runs) -> str:
         light=css_variables(LIGHT),
         dark=css_variables(DARK),
     )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        known = report.get("format")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error}); expected the directory of a finished run, or its "
-            "report.json"
-        ) from error
-    if known != FORMAT:
-        raise UserError(f"{file} has report format {known}; expected format {FORMAT}")
-    return dict(report)
 
 
 def _settings(report: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.data.turns import Turns
-from train.engines.answers.known_parts import Jobs, Part, part_meta, prompt_key, take_over
+from train.engines.answers.known_parts import AnswerPart, Jobs, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
@@ -253,7 +253,7 @@ class GenerateStage(Stage[GenerateConfig]):
         names = {"sampling", "max_new_tokens", "num_beams", "seed"}
         return self.config.model_dump(mode="json", include=names)
 
-    def _parts(self, jobs: Jobs, ranks: Ranks) -> list[Part]:
+    def _parts(self, jobs: Jobs, ranks: Ranks) -> list[AnswerPart]:
         """All parts. Every prompt is written now: a row is known by it, and one that cannot be
         written is found before the first part begins."""
 
@@ -265,7 +265,7 @@ class GenerateStage(Stage[GenerateConfig]):
         shares = ranks.gather(ranks.together(prompt_keys))
         keys = [shares[row % ranks.world][row // ranks.world] for row in range(len(jobs.examples))]
         split, size = self.config.split, self.config.part_prompts
-        parts = list[Part]()
+        parts = list[AnswerPart]()
         for first in range(0, len(jobs), size):
             part = jobs[first : first + size]
             named = {
@@ -275,10 +275,10 @@ class GenerateStage(Stage[GenerateConfig]):
             meta = part_meta(
                 named.values(), self._made_by, SELF_PROMPTS if self.config.self_prompts else split
             )
-            parts.append(Part(self.directory / f"{PART}{len(parts)}", part, named, meta))
+            parts.append(AnswerPart(self.directory / f"{PART}{len(parts)}", part, named, meta))
         return parts
 
-    def _ask_server(self, jobs: Jobs, parts: list[Part], bar: Bar) -> int:
+    def _ask_server(self, jobs: Jobs, parts: list[AnswerPart], bar: Bar) -> int:
         """Write these parts from a server's answers."""
         from train.engines.answers.answer_parts import write_server_parts  # needs the extra serve
 
@@ -303,7 +303,9 @@ class GenerateStage(Stage[GenerateConfig]):
             say=lambda problem: self.reporter.say(f"  {problem}"),
         )
 
-    def _write_part(self, part: Part, grammars: Mapping[str | None, Grammar], bar: Bar) -> int:
+    def _write_part(
+        self, part: AnswerPart, grammars: Mapping[str | None, Grammar], bar: Bar
+    ) -> int:
         """Returns the number of tokens that were generated. grammars: by the schemas of rows."""
         # With answers that other parts had.
         answers = {row: answer.tokens for row, answer in part.journal.read(part.keys).items()}
@@ -336,7 +338,7 @@ class GenerateStage(Stage[GenerateConfig]):
 
     def _write_states(
         self,
-        part: Part,
+        part: AnswerPart,
         answers: Mapping[int, list[int]],
         read: Mapping[int, list[int]],
         states: Mapping[int, Mapping[int, Tensor]],

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.base.artifact import write_file
+from decode.base.artifact import read_versioned, write_file
 from decode.base.errors import UserError
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.transformers_forward import TransformersForward
@@ -66,19 +66,11 @@ class Sublayers:
     @classmethod
     def load(cls, path: Path) -> "Sublayers":
         """Read a file written by `save`. Raises UserError if it is not one."""
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            file_format, attention, mlp = (content[key] for key in ("format", "attention", "mlp"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is not a set of sublayers ({error}); write one with draftsmith "
-                "calibrate-layers"
-            ) from None
-        if file_format != FORMAT:
-            raise UserError(
-                f"{path} has format {file_format}; this version of draftsmith reads format {FORMAT}"
-            )
-        return cls.of(attention, mlp)
+        content = read_versioned(
+            path, FORMAT, ("attention", "mlp"), "a set of sublayers",
+            "write one with draftsmith calibrate-layers",
+        )  # fmt: skip
+        return cls.of(content["attention"], content["mlp"])
 
     def save(self, path: Path, about: dict[str, Any]) -> None:
         """Write the set as JSON, with what is known about it."""

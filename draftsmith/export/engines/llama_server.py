@@ -11,6 +11,7 @@ from decode.model.loading import target_gguf
 from draftsmith.export.acceptance import Counting
 from draftsmith.export.engines import ENGINES, Engine, EngineTask, started
 from draftsmith.export.formats import layout_of
+from draftsmith.export.formats.gguf_layout import open_gguf
 from train.engines.child_process import environment_of
 from train.engines.programs import llama_server_program
 
@@ -72,6 +73,4 @@ def server_version() -> str:
 
 
 def _is_float32(file: Path) -> bool:
-    import gguf
-
-    return all(tensor.tensor_type.name == "F32" for tensor in gguf.GGUFReader(file).tensors)
+    return all(tensor.tensor_type.name == "F32" for tensor in open_gguf(file).tensors)

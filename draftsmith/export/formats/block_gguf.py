@@ -41,6 +41,7 @@ from draftsmith.export.formats.gguf_layout import (
     HEAD_SIZES,
     PARTS,
     SIZES,
+    open_gguf,
     read_keys,
     read_weights,
 )
@@ -153,9 +154,7 @@ class BlockGGUF(HeadsGGUF):
         return problems
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        from gguf import GGUFReader
-
-        reader = GGUFReader(directory / FILE)
+        reader = open_gguf(directory / FILE)
         keys, weights = read_keys(reader), read_weights(reader)
         config = config_of(keys, export_facts(directory))
         require_fitting_target(config, directory, target)

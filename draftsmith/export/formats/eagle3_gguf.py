@@ -23,6 +23,7 @@ from draftsmith.export.formats.gguf_layout import (
     D2T,
     FILE,
     gguf_layer,
+    open_gguf,
     read_keys,
     read_weights,
     rows_in_halves,
@@ -101,9 +102,7 @@ class Eagle3GGUF(HeadsGGUF):
         ]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        from gguf import GGUFReader
-
-        reader = GGUFReader(directory / FILE)
+        reader = open_gguf(directory / FILE)
         keys, weights = read_keys(reader), read_weights(reader)
         sizes = {
             "hidden_size": keys[f"{ARCH}.embedding_length"],

@@ -140,16 +140,21 @@ class GGUFLayout(Format):
         ]
 
 
+def open_gguf(file: Path) -> "gguf.GGUFReader":
+    """The library's reader of a file. Raises as `read_header`."""
+    read_header(file)  # Our own reader, because it detects truncated files.
+    import gguf
+
+    return gguf.GGUFReader(file)
+
+
 def read_export(
     file: Path, architectures: Collection[str]
 ) -> tuple["gguf.GGUFReader", dict[str, Any], dict[str, Any]]:
     """Return the reader of an export's file, its metadata, and the facts of `export.json`. Raises
     UserError if they cannot be read, or for another architecture."""
-    import gguf
-
     try:
-        read_header(file)  # Our own reader, because it detects truncated files.
-        reader = gguf.GGUFReader(file)
+        reader = open_gguf(file)
         facts = export_facts(file.parent)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(str(error)) from error
@@ -165,10 +170,7 @@ def read_export(
 def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, "gguf.ReaderField"]:
     """Return all `tokenizer.*` keys of a GGUF file. Raises UserError if it has no tokens, or not as
     many as the drafter."""
-    read_header(path)
-    import gguf
-
-    fields = gguf.GGUFReader(path).fields
+    fields = open_gguf(path).fields
     copied = {name: field for name, field in fields.items() if name.startswith(COPIED)}
     if "tokenizer.ggml.tokens" not in copied:
         raise UserError(f"{path} has no tokenizer (tokenizer.ggml.tokens); give a complete model")

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.model.gguf_file import read_header, require_gguf
+from decode.model.gguf_file import require_gguf
 from decode.model.loading import Target, target_gguf
 from draftsmith.export.file_schema import TensorSpec, key_problems, tensor_problems
 from draftsmith.export.formats import FORMATS, ExportJob, Format, export_facts
 from draftsmith.export.formats.gguf_layout import (
     PARTS,
+    open_gguf,
     read_export,
     read_keys,
     read_weights,
@@ -70,8 +71,6 @@ class MtpGGUF(Format):
         target_gguf(job.target_spec)
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        import gguf
-
         target, file = job.loaded_target, target_gguf(job.target_spec)
         heads: Any = job.drafter.heads(self.name, target)
         kind = target.model.config.get_text_config(decoder=True).model_type
@@ -81,8 +80,7 @@ class MtpGGUF(Format):
                 f"here; known families: {', '.join(ARCHITECTURES)}. Export it with --format mtp, "
                 "and convert that with llama.cpp's convert_hf_to_gguf.py"
             )
-        read_header(file)
-        reader = gguf.GGUFReader(file)
+        reader = open_gguf(file)
         arch, layers, own = ARCHITECTURES[kind], len(heads.layers), own_layers(target.model)
         _require_target(file, read_keys(reader), arch, own, heads.hidden_size)
         dtype = job.dtype or stored_dtype(heads)
@@ -126,10 +124,8 @@ class MtpGGUF(Format):
         return tensor_problems(specs, found)
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        import gguf
-
         heads = module_heads(target, {"depth": export_facts(directory)["max_depth"]})
-        weights = read_weights(gguf.GGUFReader(directory / FILE))
+        weights = read_weights(open_gguf(directory / FILE))
         first = own_layers(target.model)
         state = {
             name: weights[stored] - (1.0 if _is_norm(stored) else 0.0)

@@ -30,7 +30,7 @@ from draftsmith.serve.batching.requests import (
     RowWatch,
     each_once,
 )
-from draftsmith.serve.batching.speed import Speed
+from draftsmith.serve.batching.speed import AnswerSpeed
 
 logger = server_logger(__name__)
 
@@ -73,7 +73,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self._unsent: set[DecodeRequest] = set()  # requests whose answers are not sent
         self._changes: list[Future[None]] = []  # of settings; they are not in use yet
         self._busy_at = time.monotonic()  # when a text last waited or ran
-        self._speed = Speed()
+        self._speed = AnswerSpeed()
         decoder.observers.append(self._trace)
         metrics.running.set_function(lambda: len(self._rows))
         metrics.waiting.set_function(lambda: len(self._waiting))

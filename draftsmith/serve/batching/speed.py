@@ -5,7 +5,7 @@ import math
 LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 
 
-class Speed:
+class AnswerSpeed:
     """Moving averages: tokens per second of the last passes, and tokens of the last texts."""
 
     def __init__(self) -> None:

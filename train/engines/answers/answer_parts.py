@@ -10,7 +10,7 @@ from decode.model.loading import Target
 from train.data.corpus import Corpus, write_answers
 from train.data.read import Example, spread
 from train.engines.answers.check_model import check_model
-from train.engines.answers.known_parts import Part
+from train.engines.answers.known_parts import AnswerPart
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, WantedAnswer
 from train.engines.ask_servers import REFUSED, UNANSWERED, ask_servers
 from train.engines.launch import engine_in_words, launched
@@ -28,13 +28,13 @@ class PartWriter:
     def __init__(
         self,
         corpus: Corpus,
-        parts: Sequence[Part],
+        parts: Sequence[AnswerPart],
         max_unusable: float,
         on_progress: Callable[[int, int], None],
     ) -> None:
         self._corpus, self._parts, self._max_unusable = corpus, parts, max_unusable
         self._on_progress = on_progress
-        self._open: dict[int, Part] = {}  # by row number
+        self._open: dict[int, AnswerPart] = {}  # by row number
         self._answered = self.tokens = 0
 
     def rows(self) -> Iterator[WantedAnswer]:
@@ -64,7 +64,7 @@ class PartWriter:
         self._finish(part)
         self._on_progress(self._answered, self.tokens)
 
-    def _finish(self, part: Part) -> bool:
+    def _finish(self, part: AnswerPart) -> bool:
         if len(part.answers) < len(part.jobs):
             return False
         answers = [part.answers[number] for number in part.keys]
@@ -104,7 +104,7 @@ class PartWriter:
 
 
 def write_server_parts(
-    parts: Sequence[Part],
+    parts: Sequence[AnswerPart],
     examples: Sequence[Example],
     corpus: Corpus,
     target: Target,

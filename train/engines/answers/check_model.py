@@ -14,9 +14,9 @@ from train.engines.ask_servers import ask_servers
 from train.settings.server_config import ServerConfig
 
 PROBE_TOKENS = 32
-# A greedy token counts as another model's if the target's likeliest token is so much likelier.
-# Rounding to 16 bits moves logits by less; rounding to 8 or 4 bits rarely moves them so far.
-NATS = 0.5
+# A greedy token counts as another model's if the target's likeliest token is so much likelier, in
+# nats. Rounding to 16 bits moves logits by less; rounding to 8 or 4 bits rarely moves them so far.
+STRANGE = 0.5
 # Models of one family, such as 0.6B and 8B parameters, differ in about a fifth of the tokens.
 MOST_STRANGE = 0.1
 
@@ -40,7 +40,7 @@ def check_model(
         probes = _ask(url, rows, target, config, greedy)
         logits = [_logits(target, prompt, answer.tokens) for prompt, answer in probes]
         strange = sum(
-            int((row.amax(-1) - _at(row, answer.tokens) > NATS).sum())
+            int((below_likeliest(row, torch.tensor(answer.tokens).to(row.device)) > STRANGE).sum())
             for row, (_, answer) in zip(logits, probes, strict=True)
         )
         total = sum(len(answer.tokens) for _, answer in probes)
@@ -51,6 +51,11 @@ def check_model(
                 "Start the server with this model. If it runs a strongly quantised copy of it, and "
                 "you want that copy's text, set server.probe_prompts: 0"
             )
+
+
+def below_likeliest(logits: Tensor, tokens: Tensor) -> Tensor:
+    """How far each token's logit is below the largest one. logits: [n, V]. tokens: int64 [n]."""
+    return logits.amax(-1) - logits.gather(1, tokens[:, None])[:, 0]
 
 
 def _ask(
@@ -79,7 +84,3 @@ def _logits(target: Target, prompt: list[int], tokens: list[int]) -> Tensor:
     """The target's logits for each of `tokens` after the prompt, float32 [n, V]."""
     ids = torch.tensor([prompt + tokens[:-1]], device=target.device)
     return target.model(ids).logits[0, len(prompt) - 1 :].float()
-
-
-def _at(logits: Tensor, tokens: list[int]) -> Tensor:
-    return logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]

@@ -56,7 +56,7 @@ class Jobs(Sequence[Job]):
 
 
 @dataclass
-class Part:
+class AnswerPart:
     """A part of a generate stage. jobs: the example and the number of the answer of each row. keys:
     of each row by its number; a key names the prompt and the number of the answer. meta: what the
     part's manifest says of it. answers: those so far, by row number."""
@@ -85,7 +85,7 @@ def part_meta(keys: Iterable[str], made_by: Mapping[str, Any], split: str) -> di
     return {"rows": rows, "made_by": made_by, "split": split}
 
 
-def take_over(directory: Path, parts: Sequence[Part], made_by: Mapping[str, Any]) -> int:
+def take_over(directory: Path, parts: Sequence[AnswerPart], made_by: Mapping[str, Any]) -> int:
     """Put the answers of stored parts and journals that have other rows than `parts` where the new
     parts find them: in their journals. Returns how many stored parts were taken apart.
 
@@ -113,7 +113,7 @@ def take_over(directory: Path, parts: Sequence[Part], made_by: Mapping[str, Any]
     return len(stale)
 
 
-def _fits(path: Path, parts: Sequence[Part], made_by: Mapping[str, Any]) -> bool:
+def _fits(path: Path, parts: Sequence[AnswerPart], made_by: Mapping[str, Any]) -> bool:
     """Whether a stored part has the rows that it should have. Raises UserError for other settings,
     and for other rows of a part that does not know its prompts."""
     meta = verify_directory(path)

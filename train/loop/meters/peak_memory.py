@@ -9,10 +9,10 @@ import torch
 PROCESS = Path("/proc/self")
 
 
-def peak_memory() -> int:
-    """The most bytes that this process has used so far (on CUDA: on the device), or since
-    `restart_peak`."""
-    if torch.cuda.is_available():
+def peak_memory(device: str | None = None) -> int:
+    """The most bytes that this process has used so far (on CUDA: of tensors on the device), or
+    since `restart_peak`. device: cpu or cuda. None: CUDA if there is one."""
+    if _is_cuda(device):
         return torch.cuda.max_memory_allocated()
     try:
         import resource
@@ -29,9 +29,9 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def restart_peak() -> bool:
+def restart_peak(device: str | None = None) -> bool:
     """Begin `peak_memory` anew. False: this system cannot, so it stays that of the process."""
-    if torch.cuda.is_available():
+    if _is_cuda(device):
         torch.cuda.reset_peak_memory_stats()
         return True
     try:
@@ -40,3 +40,7 @@ def restart_peak() -> bool:
     except OSError:
         return False
     return True
+
+
+def _is_cuda(device: str | None) -> bool:
+    return torch.cuda.is_available() if device is None else device != "cpu"
