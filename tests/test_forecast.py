@@ -99,6 +99,7 @@ def test_the_next_training_fits_into_time_and_data() -> None:
     assert [next_rows(10_000, slow, left) for left in (199.0, 211.0, 900.0)] == [None, 96, 192]
     # Most of what a training took may be the evaluation, which does not grow.
     assert next_rows(10_000, free, 25.0) == 3072
+    assert next_rows(10_000, [(48, 10.0)], 200.0, judging=90.0) == 96
     assert [next_rows(total, slow, 1e6) for total in (191, 192, 400)] == [None, 96, 192]
 
 

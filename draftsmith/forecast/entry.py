@@ -123,8 +123,9 @@ def forecast(
     others = time.perf_counter() - start - begun_in
     while pilots:
         times = [(pilot.rows, pilot.seconds) for pilot in pilots]
-        left = 60 * minutes - others - sum(taken for _, taken in times)
-        rows = next_rows(total, times, left)
+        judging = [pilot.judging_seconds for pilot in pilots]
+        left = 60 * minutes - others - sum(taken for _, taken in times) - sum(judging)
+        rows = next_rows(total, times, left, judging[-1])
         if rows is None:
             break
         say(f"training on {rows} of {total} rows")
@@ -166,7 +167,7 @@ def _curve_notes(pilots: Sequence[Pilot], total: int, minutes: float) -> list[st
             f"the train split has {total} rows, so {had} was tried: a curve needs {rows}; train on "
             "all of them, which takes little time"
         ]
-    taken = pilots[0].seconds
+    taken = pilots[0].seconds + pilots[0].judging_seconds
     return [
         f"one training took {format_duration(taken)}, and no second one fitted into --minutes: the "
         f"interval is narrower with --minutes {math.ceil((minutes * 60 + 2.1 * taken) / 60)} or "

@@ -73,20 +73,25 @@ class PilotResult:
 
 @dataclass(frozen=True)
 class Pilot:
-    """A finished small run. rows: of its train split. seconds: of all that it did. shared_seconds:
-    of the stages that make no drafter. drafters: by stage."""
+    """A finished small run. rows: of its train split. seconds: of its stages. judging_seconds: of
+    its evaluations, which all trainings have alike. shared_seconds: of the stages that make no
+    drafter. drafters: by stage."""
 
     rows: int
     seconds: float
+    judging_seconds: float
     shared_seconds: float
     drafters: Mapping[str, PilotResult]
 
 
-def next_rows(total: int, done: Sequence[tuple[int, float]], left: float) -> int | None:
+def next_rows(
+    total: int, done: Sequence[tuple[int, float]], left: float, judging: float = 0.0
+) -> int | None:
     """The rows of the next small training: the most that should take half of the seconds that are
     left, or twice those of the last one if that fits. None: no more fits into time or data.
 
     total: rows of the whole split. done: (rows, seconds) of the trainings so far, ascending.
+    judging: seconds of the evaluations of each, whatever its rows.
 
     >>> next_rows(10_000, [(48, 10.0)], 800.0), next_rows(10_000, [(48, 10.0)], 30.0)
     (1536, 96)
@@ -94,8 +99,9 @@ def next_rows(total: int, done: Sequence[tuple[int, float]], left: float) -> int
     sizes = list[int]()
     while (rows := 2 * (sizes or [done[-1][0]])[-1]) <= total * LARGEST_SHARE:
         sizes.append(rows)
-    half = [rows for rows in sizes if DOUBT * seconds_at(rows, done) <= left / 2]
-    twice = [rows for rows in sizes[:1] if DOUBT * seconds_at(rows, done) <= left]
+    taken = {rows: DOUBT * (seconds_at(rows, done) + judging) for rows in sizes}
+    half = [rows for rows in sizes if taken[rows] <= left / 2]
+    twice = [rows for rows in sizes[:1] if taken[rows] <= left]
     return max(half + twice, default=None)
 
 
@@ -168,7 +174,8 @@ def read_pilot(run: Run, rows: int, total: int) -> Pilot:
     seconds = {stage["name"]: stage["summary"]["seconds"] for stage in report["stages"]}
     return Pilot(
         rows,
-        seconds=sum(seconds.values()) + sum(row["seconds"] for row in report["rows"]),
+        seconds=sum(seconds.values()),
+        judging_seconds=sum(row["seconds"] for row in report["rows"]),
         shared_seconds=sum(taken for name, taken in seconds.items() if name not in drafters),
         drafters={
             name: PilotResult.of(
