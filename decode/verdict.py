@@ -195,11 +195,14 @@ class Verdict:
         accepted, reached, following = host[:, :3].T
         end = 4 + 2 * depth
         finite, nodes, tokens = host[:, 3 : 4 + depth], host[:, 4 + depth : end], host[:, end:]
-        rows = len(host)
-        row = np.arange(rows)
-        block = np.zeros((rows, depth + 1), dtype=np.int64)
-        block[:, :depth] = tokens[row[:, None], nodes]
-        block[row, accepted] = following
+        block, broken = following[:, None], finite[:, 0] == 0
+        lost = broken
+        if depth:  # plain decoding has time for few operations
+            row = np.arange(len(host))
+            block = np.zeros((len(host), depth + 1), dtype=np.int64)
+            block[:, :depth] = tokens[row[:, None], nodes]
+            block[row, accepted] = following
+            broken = ((finite == 0) & (np.arange(depth + 1) <= accepted[:, None])).any(1)
         return cls(
             draft=draft,
             scores=scores,
@@ -209,8 +212,8 @@ class Verdict:
             accepted=accepted,
             reached=reached,
             block=block,
-            broken=((finite == 0) & (np.arange(depth + 1) <= accepted[:, None])).any(1),
-            lost=finite[:, 0] == 0,
+            broken=broken,
+            lost=lost,
         )
 
     @classmethod

@@ -21,7 +21,7 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     the same length, the one drafted first is taken.
     """
     rows, nodes = draft.tokens.shape
-    if not nodes:  # as in plain decoding, whose steps have time for few operations
+    if not nodes:  # there is no deepest one
         none = draft.tokens.new_zeros(rows)
         return draft.tokens, none, none, none
     passes = passes & draft.valid()
@@ -52,6 +52,9 @@ class ExactMatch(Rule):
         walks = reads_are_free(draft.tokens.device) and not draft.is_chain
         walks &= not scores.sampling.greedy
         emitted = (self._on_paths if walks else self._everywhere)(draft, scores, rng)
+        if not draft.tokens.shape[1]:  # plain decoding, whose steps have time for few operations
+            none = torch.zeros_like(emitted[:, 0])
+            return Decision(draft.tokens, none, none, emitted[:, 0])
         matches = draft.tokens == draft.before(emitted)
         path, accepted, reached, last_row = longest_path(draft, matches)
         return Decision(
