@@ -73,22 +73,28 @@ class _Growth(Growth):
         return self._logits(self.states)[:, 0]
 
     def _extend(self, count: int) -> Tensor:
-        before = self.fed.shape[1] - count
+        before, needed = self.fed.shape[1] - count, self.needed(count)
         if self.parents is None:
+            each = None if needed is None else needed // count
             # In a chain, each step reads the output of the previous step.
             for node in range(before, before + count):
-                attend = self.drafter.attention(self.entries + node, 1)
+                attend = self.drafter.attention(self.entries + node, 1, counts=each)
                 token = self.fed[:, node : node + 1]
                 self._feed(self.states[:, -1:], token, self.first_B1 + node, attend)
         else:
             assert self.ancestors is not None, "a tree has both"
             visible = self.ancestors[:, before:]
-            attend = self.drafter.attention(self.entries + before, count, self.entries, visible)
+            attend = self.drafter.attention(
+                self.entries + before, count, self.entries, visible, needed
+            )
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
             states = self.states[rows_B1, self.parents + 1]  # the root's are the first
             positions = (self.first_B1 + self.depth - 1).expand(-1, count)
             self._feed(states, self.fed[:, before:], positions, attend)
-        return self._logits(self.states[:, -count:])
+        real, states = self.drafter.slots.real, self.states[:, -count:]
+        if real is None or real.width != count:
+            return self._logits(states)
+        return real.padded(self._logits(real.flat(states)))
 
     def _feed(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> None:
         """Run the steps of n more nodes and append their states.
@@ -96,7 +102,13 @@ class _Growth(Growth):
         states: [B, n, H], the states of their parents. Keys and values go to the slots after the
         last entry.
         """
-        new_states = self.heads.step(states, tokens, positions, attend)
+        real = self.drafter.slots.real
+        if real is None:
+            new_states = self.heads.step(states, tokens, positions, attend)
+        else:  # only the rows whose drafts go on
+            at = real.flat(positions.expand(tokens.shape))
+            listed = self.heads.step(real.flat(states), real.flat(tokens), at, attend)
+            new_states = real.padded(listed)
         self.states = torch.cat([self.states, new_states], 1)
 
     def _logits(self, states: Tensor) -> Tensor:

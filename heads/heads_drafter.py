@@ -115,6 +115,7 @@ class HeadsDrafter(ShapedDrafter):
             return Draft.none(len(contexts.lengths), "cpu")
         head_limits = replace(limits, depths=depths)
         growth = self.growth(contexts, sampling, head_limits.max_depth)
+        growth.depths = depths
         return self.shape.grow(growth, head_limits, sampling, rng)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:

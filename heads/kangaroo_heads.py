@@ -206,8 +206,10 @@ class _Growth(CachedGrowth):
     def _first(self) -> Tensor:
         return self.heads.output.at(1, self.states)
 
-    def feed(self, ids: Tensor, before: int, seen: Tensor | None) -> Tensor:
-        exits = self._exits(ids, before, seen)
+    def feed(
+        self, ids: Tensor, before: int, seen: Tensor | None, counts: np.ndarray | None = None
+    ) -> Tensor:
+        exits = self._exits(ids, before, seen, counts)
         count = ids.shape[1]
         if seen is None:
             attend = self.drafter.attention(self.lengths + before, count)
@@ -217,8 +219,10 @@ class _Growth(CachedGrowth):
             positions = self.first_B1 + seen.sum(2) - 1
         return self.heads.output.at(1, self.heads.adapter(exits, positions, attend))
 
-    def _exits(self, ids: Tensor, before: int, seen: Tensor | None) -> Tensor:
+    def _exits(
+        self, ids: Tensor, before: int, seen: Tensor | None, counts: np.ndarray | None = None
+    ) -> Tensor:
         """[B, n, H]: the exit states of these tokens."""
-        super().feed(ids, before, seen)
+        super().feed(ids, before, seen, counts)
         (layer,) = self.drafter.captured_layers
         return self.lm.features[layer].to(self.drafter.states.dtype)

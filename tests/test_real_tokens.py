@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from decode.draft import Contexts, Draft
+from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.mixed_sampling import combined
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
@@ -20,7 +21,9 @@ from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
 from decode.model.hidden_states import FINAL
 from decode.rules.exact import ExactMatch
+from decode.shapes import SHAPES
 from decode.verdict import Scores
+from tests.contract import heads_on
 from tests.tiny import VOCAB, tiny_model
 
 STARTS, COUNTS = np.array([7, 30, 3, 12]), np.array([5, 0, 1, 9])
@@ -220,3 +223,53 @@ def test_what_a_list_of_logits_emits_is_what_they_emit_with_padding(temperatures
     assert torch.equal(few.peaks_at(places), all_.peaks_at(places))
     assert torch.equal(few.logits[inside], all_.logits[inside])
     assert torch.equal(few.raw, all_.raw)
+
+
+def drafted(kind: str, shape: str, depths: list[int]) -> tuple[Draft, list[int]]:
+    """The drafts of four rows behind a step without drafts, and the tokens that each of the
+    drafter's passes computed."""
+    lm = tiny_model("llama", seed=1)
+    prepare(lm)
+    chosen = SHAPES.make(shape)
+    torch.manual_seed(0)
+    drafter: Any = heads_on(lm, "eagle1", VOCAB, chosen)
+    if kind == "small_lm":
+        small = tiny_model("llama", seed=7, layers=1)
+        prepare(small)
+        drafter = SmallLMDrafter(small, shape=chosen)
+    decoding = Decoding(Decoder(lm, drafter, gamma=3, sampling=Sampling(1.0)), PROMPTS[:4], 20)
+    decoding.step(0)
+    rows, passes = decoding.rows, []
+    with torch.inference_mode():
+        drafter.prefill(rows.contexts)
+    slots = drafter.slots if kind == "eagle1" else drafter.lm.slots
+    place = slots.place
+
+    def counted(start: np.ndarray, n: int, *args: Any, **more: Any) -> None:
+        place(start, n, *args, **more)
+        passes.append(len(start) * n if slots.real is None else len(slots.real))
+
+    slots.place = counted
+    with torch.inference_mode():
+        limits = Limits(np.array(depths))
+        return drafter.draft(rows.contexts, limits, rows.draft_sampling, rows.rng), passes
+
+
+@pytest.mark.parametrize("kind", ["small_lm", "eagle1"])
+@pytest.mark.parametrize(("shape", "nodes"), [("chain", 1), ("dynamic:width=2,nodes=9", 2)])
+def test_rows_whose_drafts_have_ended_are_not_computed(kind: str, shape: str, nodes: int) -> None:
+    """The others have the drafts that they have beside rows whose drafts go on."""
+    every, passes = drafted(kind, shape, [3, 3, 3, 3])
+    assert passes[1:] == [4 * nodes] * 2
+    few, passes = drafted(kind, shape, [0, 3, 1, 2])
+    assert passes[1:] == [2 * nodes, nodes]
+    every.limit_depth(np.array([0, 3, 1, 2]))
+    deepest = few.sizes[1]
+    assert few.tokens[1, :deepest].tolist() == every.tokens[1, :deepest].tolist()
+    if shape == "chain":
+        assert few.sizes.tolist() == every.sizes.tolist() == [0, 3, 1, 2]
+        assert few.q is not None
+        assert every.q is not None
+        for row, size in enumerate(few.sizes):
+            assert few.tokens[row, :size].tolist() == every.tokens[row, :size].tolist()
+            torch.testing.assert_close(few.q[row, :size], every.q[row, :size])

@@ -289,12 +289,13 @@ class SmallLMDrafter(VerifyingDrafter):
         if not depths.any():
             return Draft.none(len(lengths), self.lm.device)
         growth = self.growth(contexts, sampling, depths)
+        growth.depths = depths
         draft = self.shape.grow(growth, replace(limits, depths=depths), sampling, rng)
         # The last token of a chain was not fed. Tree nodes are not always in their text slots.
         fed = growth.fed.shape[1] if self.feeds_chains and not self.shape.branches else 0
         self._fed = (draft, self.to_read(growth.fed), lengths) if fed else None
-        # In a row that does not draft, the next committed tokens may differ from those fed.
-        fed_B = fed * (depths > 0)
+        # A row was fed what has children in its draft.
+        fed_B = np.clip(depths - 1, 0, fed)
         self._cached = np.where(self._cached == lengths, lengths + fed_B, self._cached)
         return draft
 
@@ -399,18 +400,26 @@ class CachedGrowth(Growth):
         before = self.fed.shape[1] - count
         new = self.to_read(self.fed[:, before:])
         seen = None if self.ancestors is None else self.ancestors[:, before:]
-        return self.of_tokens(self.feed(new, before, seen))
+        return self.of_tokens(self.feed(new, before, seen, self.needed(count)))
 
-    def feed(self, ids: Tensor, before: int, seen: Tensor | None) -> Tensor:
+    def feed(
+        self, ids: Tensor, before: int, seen: Tensor | None, counts: np.ndarray | None = None
+    ) -> Tensor:
         """The model's logits after these tokens, int64 [B, n].
 
         before: the number of nodes in the slots before them; −1 for the text's last token. seen:
         bool [B, n, m], for a tree of m nodes, those that each token may see. None: a chain.
+        counts: int [B], how many of them each row feeds. None: all.
         """
         columns = None if self.reads_out else np.zeros((self.rows, 0), dtype=np.int64)
         depths = None if seen is None else seen.sum(2) - 1
         return self.lm.forward(
-            ids, self.lengths + before, columns=columns, depth_BN=depths, ancestors_BNM=seen
+            ids,
+            self.lengths + before,
+            columns=columns,
+            counts=counts,
+            depth_BN=depths,
+            ancestors_BNM=seen,
         )
 
     def of_tokens(self, logits: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class Growth(ABC):
         self.depth = 0  # of the nodes of a tree that were fed last
         self.ancestors: Tensor | None = None  # bool [B, m, m]; None: the fed nodes are a chain
         self.parents: Tensor | None = None  # int64 [B, n], of those nodes, as `extend` gets them
+        # int [B], the max depth of each row's draft. None: no row ends before another.
+        self.depths: np.ndarray | None = None
         self._changes = sampling.penalises or contexts.guides is not None
 
     @abstractmethod
@@ -55,7 +57,8 @@ class Growth(ABC):
 
     @abstractmethod
     def _extend(self, count: int) -> Tensor:
-        """[B, n, V']: the logits after each of the last `count` fed nodes, which are new."""
+        """[B, n, V']: the logits after each of the last `count` fed nodes, which are new. Those of
+        rows that `needed` leaves out may be any finite numbers."""
 
     def estimate(self) -> Tensor | None:
         """float32 [B]: how likely the target accepts the next token of a chain, as the drafter
@@ -86,6 +89,14 @@ class Growth(ABC):
             known = ancestors is not None
             self.ancestors = ancestors if known else grown_ancestors(self.ancestors, parents)
         return self._processed(self._extend(count), count)
+
+    def needed(self, count: int) -> np.ndarray | None:
+        """int [B]: how many of the last `count` fed nodes have children in each row: all, or none
+        where the draft ends before. None: all in all rows."""
+        if self.depths is None:
+            return None
+        deeper = self.depths > (self.fed.shape[1] if self.parents is None else self.depth)
+        return None if deeper.all() else count * deeper
 
     def ids(self, drawn: Tensor) -> Tensor:
         """Converts rows of the draft vocabulary to token ids."""
