@@ -66,7 +66,7 @@ def test_a_cell_of_the_grid_has_the_same_prompts_and_texts_for_all():
         assert min(map(len, rows)) > 40
     grid = Grid(target, "ngram", 4)
     figures = grid.measure(Cell("chat", 0, 0.0, 2), 8, 1)
-    assert list(figures) == ["plain", "worth", "1 deep", "4 deep"]
+    assert list(figures) == ["plain", "plain again", "worth", "1 deep", "4 deep"]
     assert all(one["tokens_per_second"] > 0 for one in figures.values())
     assert figures["plain"]["tokens_per_step"] == 1
     assert {one["fed_over_needed"] for one in figures.values()} == {1.0}

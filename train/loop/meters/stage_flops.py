@@ -24,7 +24,7 @@ def heads_flops(
     heads: Heads, target: PreTrainedModel, *, runs_target: bool, reads_logits: bool
 ) -> TextFlops | None:
     """Heads on a frozen target. None: not known for these heads. The output layer runs for each
-    place of a draft that is trained."""
+    place of a draft that is trained, the target's once for all of them."""
     body = heads.body_flops()
     if body is None:
         return None
@@ -32,10 +32,9 @@ def heads_flops(
     layer = output_flops(heads.rows, width, trained=len(heads.output.layers) > 0)
     if heads.options.output_rank is not None:
         layer += output_flops(width, heads.hidden_size, trained=True)
-    teacher = _teacher_flops(target, heads.rows, False, reads_logits)
     for _ in heads.loss_weights(0.0):
-        body = body + layer + teacher
-    return body + _teacher_flops(target, 0, runs_target, False)
+        body = body + layer
+    return body + _teacher_flops(target, heads.rows, runs_target, reads_logits)
 
 
 def _teacher_flops(
