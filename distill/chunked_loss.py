@@ -184,7 +184,7 @@ class LossSum:
         bias: _Layer | None,
         part: slice,
         signal: Signal | None,
-        rows: Tensor | None,
+        signal_rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """`_gradient_in_place` of a part of a loss, and the gradients that follow from it."""
         logits = self._chunk_logits(products, bias, part)
@@ -194,7 +194,7 @@ class LossSum:
         result = _gradient_in_place(
             logits,
             signal,
-            rows,
+            signal_rows,
             labels,
             self.weighted_loss,
             None if loss.weights is None else loss.weights[part],
@@ -208,8 +208,14 @@ class LossSum:
                 continue
             if gradient.dtype == logits.dtype:
                 gradient.addmm_(logits.t(), product.inputs[part], alpha=loss.scale)
-            else:
-                gradient.add_(logits.t() @ product.inputs[part], alpha=loss.scale)
+                continue
+            # On a CPU some rows at a time: in its cache they become float32 at no cost.
+            on_cpu, count = gradient.device.type == "cpu", len(gradient)
+            step = max(1, CPU_BLOCK // gradient.shape[1]) if on_cpu else count
+            for begin in range(0, count, step):
+                rows = slice(begin, begin + step)
+                added = logits[:, rows].t() @ product.inputs[part]
+                gradient[rows].add_(added, alpha=loss.scale)
         if bias is not None and bias.gradient is not None:
             of_bias = logits.sum(0, dtype=bias.gradient.dtype)
             bias.gradient.add_(of_bias, alpha=loss.scale)

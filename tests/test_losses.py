@@ -391,6 +391,24 @@ def test_no_large_float32_tensor_is_ever_made(monkeypatch):
     assert max(sizes[torch.float32]) <= 500 * 8  # the output layer's gradient; 4·500 for the rows
 
 
+def test_a_bfloat16_layers_gradient_is_the_same_in_blocks(monkeypatch):
+    """On the CPU its parts become float32 a few rows of the layer at a time."""
+    h, w, _, teacher, labels = problem(dtype=torch.float32)
+    states, terms = h.bfloat16(), WeightedLoss({"forward_kl": 1.0})
+    gradients = []
+    for size in (1 << 18, 3 * 8):  # numbers of the layer: 53 rows of 8, and 3 of them
+        monkeypatch.setattr("distill.chunked_loss.CPU_BLOCK", size)
+        layer = w.detach().bfloat16().requires_grad_()
+        loss, _ = chunked_loss(
+            states, layer, None, TeacherLogits(teacher).__getitem__, labels, terms, chunk=8
+        )
+        gradients += torch.autograd.grad(loss, [layer])
+    whole, blocks = gradients
+    # bfloat16 has eight bits, and each of five chunks is rounded once.
+    assert (whole - blocks).abs().max() <= 2**-6 * whole.abs().max()
+    assert whole.abs().amin(1).max() > 0
+
+
 def test_no_tokens_give_zero_loss_and_zero_gradients():
     h, w, b, teacher, labels = problem()
     loss, _ = chunked_loss(

@@ -54,7 +54,7 @@ def test_rooms_of_a_package_use_each_other_one_way() -> None:
     [
         (walk_of_a_decode_step, 4738),
         (walk_of_a_distillation_step, 2267),
-        (walk_of_a_heads_step, 3792),
+        (walk_of_a_heads_step, 3801),
     ],
 )
 def test_a_reader_of_a_typical_step_opens_few_lines(

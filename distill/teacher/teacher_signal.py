@@ -62,7 +62,10 @@ class TeacherLogits:
         return gradient
 
     def __getitem__(self, rows: slice | Tensor) -> "TeacherLogits":
-        return TeacherLogits(self.logits[rows])
+        if isinstance(rows, slice):
+            return TeacherLogits(self.logits[rows])
+        # `logits[rows]` reads the index once for each number.
+        return TeacherLogits(self.logits.index_select(0, rows))
 
 
 @dataclass(frozen=True)
