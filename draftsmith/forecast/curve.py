@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 DRAWS = 4000
-EXPONENTS = np.geomspace(0.05, 1.0, 20)  # β
+# β. Heads learn nothing at first and then fast: where 48 rows became 1,400, it came out above 0.3.
+EXPONENTS = np.geomspace(0.05, 2.0, 24)
 FLOORS = np.linspace(0.0, 1.0, 21)  # φ
 REFUSED = np.linspace(0.0025, 0.9975, 200)  # r₁
 # How likely it is before that more data changes nothing more (φ = 1): some drafters cannot learn
