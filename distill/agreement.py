@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex
+from decode.drafters.lookup.ngram import NgramDrafter, continuation
 from distill.teacher.teacher_signal import TeacherLogits
 
 
@@ -102,12 +102,11 @@ def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
     right = count = 0
     defaults = NgramDrafter()
     for tokens, mask in texts:
-        index = NgramIndex(defaults.min_n, defaults.max_n)
-        for token, counted in zip(tokens, mask, strict=True):
-            if counted:
-                count += 1
-                right += index.continuation(1)[0] == [token]
-            index.extend([token])
+        text = np.asarray(tokens, np.int64)
+        for place in np.flatnonzero(mask):
+            count += 1
+            found, _ = continuation(text[:place], defaults.min_n, defaults.max_n, 1)
+            right += found == [text[place]]
     return right / count if count else 0.0
 
 

@@ -13,7 +13,7 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.max_gram import LONGEST_MATCH, MaxGramDrafter, longest_match
-from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex
+from decode.drafters.lookup.ngram import NgramDrafter, continuation
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, Group
@@ -278,8 +278,8 @@ def test_each_token_of_a_horizontal_cascade_has_its_q() -> None:
     noise = CounterRNG(0, torch.arange(3))
     # So that the lookup has a match after any drawn token.
     both.later.start(contexts)
-    for index in both.later._rows:  # type: ignore[attr-defined]
-        index.extend([*range(300), *range(300)])
+    before = np.array([*range(300), *range(300)])
+    both.later._sources = [before] * 3  # type: ignore[attr-defined]
     draft = both.draft(contexts, limits, Sampling(1.0), noise)
     assert draft.sizes.tolist()[1:] == [1, 0]
     assert draft.sizes[0] >= 2
@@ -306,18 +306,24 @@ def test_a_policy_that_stops_the_first_drafter_stops_the_draft() -> None:
 # --- lookups --------------------------------------------------------------------------------------
 
 
-def test_an_index_that_is_truncated_is_the_index_of_the_shorter_text() -> None:
+def test_what_follows_the_longest_end_that_was_there_before_is_found() -> None:
+    """Beside a search by hand, from the longest end and the last place."""
     random = np.random.default_rng(0)
-    index = NgramIndex(1, 3)
-    for _ in range(20):
-        text = index.text[: int(random.integers(len(index.text) + 1))]
-        index.truncate(len(text))
-        new = random.integers(0, 3, 7).tolist()
-        index.extend(new)
-        fresh = NgramIndex(1, 3)
-        fresh.extend([*text, *new])
-        assert index.continuation(4) == fresh.continuation(4)
-        assert {k: v for k, v in index._ends.items() if v} == fresh._ends
+
+    def by_hand(text: list[int], least: int, most: int, count: int) -> tuple[list[int], int]:
+        for n in range(most, least - 1, -1):
+            for end in range(len(text) - 1, n - 1, -1):
+                if n < len(text) and text[end - n : end] == text[-n:]:
+                    return text[end : end + count], n
+        return [], 0
+
+    lengths = list[int]()
+    for length in range(60):
+        text, least = random.integers(0, 4, length), 1 + length % 2
+        expected = by_hand(text.tolist(), least, 3, 4)
+        assert continuation(text, least, 3, 4) == expected
+        lengths.append(expected[1])
+    assert {0, 1, 2, 3} == set(lengths)
 
 
 def test_max_gram_follows_the_longest_match_then_bigrams() -> None:

@@ -13,7 +13,6 @@ from decode.base.errors import UserError
 from decode.costs import Costs
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.ngram import NgramIndex
 from decode.drafters.lookup.suffix import SuffixTrie
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
@@ -244,24 +243,18 @@ def test_the_drafters_pass_over_the_prompt_is_no_draft_step(
     assert resting.clock.timing.draft_prefill == read > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "index"),
-    [("ngram", {}, NgramIndex), ("suffix", {"max_cached_requests": 0}, SuffixTrie)],
-)
-def test_indexing_the_prompt_is_no_draft_step(
-    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, int], index: type
-) -> None:
+def test_indexing_the_prompt_is_no_draft_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup that needs a second for each token reads the prompt and the first new token before
     its first draft, also for a row that joins later. A draft then reads only what is new."""
     clock = Clock(monkeypatch)
-    extend = index.extend  # type: ignore[attr-defined]
+    extend = SuffixTrie.extend
 
     def timed(self: Any, tokens: list[int]) -> None:
         clock.now += len(tokens)
         extend(self, tokens)
 
-    monkeypatch.setattr(index, "extend", timed)
-    drafter = DRAFTERS[name](**options)
+    monkeypatch.setattr(SuffixTrie, "extend", timed)
+    drafter = DRAFTERS["suffix"](max_cached_requests=0)
     decoding = Decoding(Decoder(model("llama"), drafter), [PROMPT], 8)
     decoding.step()
     assert decoding.clock.timing.draft_prefill == len(PROMPT) + 1

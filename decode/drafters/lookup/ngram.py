@@ -14,51 +14,27 @@ from decode.drafters.lookup.lookup_tree import LookupDrafter, LookupTree
 from decode.draw.top import top
 from decode.verification import Verification
 
-# The longest n-gram. Each token of a text costs one entry for each size.
 LONGEST_NGRAM = 64
 
 
-class NgramIndex:
-    """The ends of each n-gram of one text, for n in min_n … max_n. Grows token by token.
+def continuation(text: np.ndarray, min_n: int, max_n: int, count: int) -> tuple[list[int], int]:
+    """At most `count` tokens that follow the last earlier match of the longest end of a text that
+    was there before, of min_n … max_n tokens, and the length of that end; [], 0: there is none.
 
-    source: tokens before the text, which are looked up too.
+    text: int64 [L]. All of it is compared with its last token, which takes microseconds for
+    thousands of tokens; an index would take as long for each of them when they are read.
     """
-
-    def __init__(self, min_n: int, max_n: int, source: Sequence[int] = ()) -> None:
-        self.sizes = range(max_n, min_n - 1, -1)
-        self.text: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        self.source = len(source)
-        self.extend(list(source))
-
-    def extend(self, tokens: list[int]) -> None:
-        for token in tokens:
-            # The n-grams that end at the last token are stored only when another token follows:
-            # then they have a continuation, and the end of the text never matches itself.
-            end = len(self.text)
-            for n in self.sizes:
-                if n <= end:
-                    self._ends.setdefault(tuple(self.text[end - n :]), []).append(end)
-            self.text.append(token)
-
-    def truncate(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        while len(self.text) > length:
-            self.text.pop()
-            end = len(self.text)
-            for n in self.sizes:
-                if n <= end:
-                    self._ends[tuple(self.text[end - n :])].pop()
-
-    def continuation(self, count: int) -> tuple[list[int], int]:
-        """At most `count` tokens that follow the last earlier match of the longest known suffix,
-        and the length of that suffix."""
-        for n in self.sizes:
-            if n < len(self.text):
-                ends = self._ends.get(tuple(self.text[-n:]))
-                if ends:
-                    return self.text[ends[-1] : ends[-1] + count], n
-        return [], 0
+    longest, place = 0, 0
+    ends = np.flatnonzero(text[:-1] == text[-1]) + 1 if len(text) else np.zeros(0, dtype=np.int64)
+    for n in range(1, max_n + 1):
+        if n > 1:  # those that match one token more
+            ends = ends[ends >= n]
+            ends = ends[text[ends - n] == text[-n]]
+        if not len(ends):
+            break
+        if n >= min_n:
+            longest, place = n, int(ends[-1])
+    return (text[place : place + count].tolist() if longest else []), longest
 
 
 def require_sizes(min_n: int, max_n: int, longest: int = LONGEST_NGRAM) -> None:
@@ -73,32 +49,27 @@ def require_sizes(min_n: int, max_n: int, longest: int = LONGEST_NGRAM) -> None:
 class NgramDrafter(LookupDrafter):
     """Looks up the last max_n … min_n tokens in the row's own context. Needs no training.
 
-    For a target with an encoder, the context is the source and then the text. Each token costs a
-    few dictionary entries, at any text length. A row without a match drafts nothing. Raises
-    UserError as `require_sizes`.
+    For a target with an encoder, the context is the source and then the text. A row without a
+    match drafts nothing. Raises UserError as `require_sizes`.
     """
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
         require_sizes(min_n, max_n)
         self.min_n, self.max_n = min_n, max_n
-        self._rows: list[NgramIndex] = []
-        self.per_row = {"_rows": self._indices}
+        self._sources: list[np.ndarray] = []
+        self.per_row = {"_sources": self._of_rows}
 
-    def _indices(self, contexts: Contexts) -> list[NgramIndex]:
+    def _of_rows(self, contexts: Contexts) -> list[np.ndarray]:
         sources = contexts.sources or [()] * len(contexts.lengths)
-        return [NgramIndex(self.min_n, self.max_n, source) for source in sources]
-
-    def prefill(self, contexts: Contexts, first: int = 0) -> None:
-        new = contexts.rows_from(first)
-        for index, tokens, length in zip(self._rows[first:], new.tokens, new.lengths, strict=True):
-            index.extend(tokens[len(index.text) - index.source : length].tolist())
+        return [np.array(source, dtype=np.int64) for source in sources]
 
     def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
-        return LookupTree.path(*self._rows[row].continuation(depth))
+        if len(source := self._sources[row]):
+            text = np.concatenate([source, text])
+        return LookupTree.path(*continuation(text, self.min_n, self.max_n, depth))
 
     def rewind(self, lengths: np.ndarray) -> None:
-        for index, length in zip(self._rows, lengths.tolist(), strict=True):
-            index.truncate(index.source + length)
+        """Nothing of a text is kept."""
 
 
 class NgramStore:
