@@ -16,7 +16,8 @@ from decode.verification import Verification
 FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
 ROUNDS = 4  # until the depths and the rate that they give fit each other; two are usual
 RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
-# Of the passes after the early ones, times are read in one of so many: a policy takes time too.
+# Of the steps after the early ones, one in so many is looked at closely: a policy takes time too.
+# In the others no times are read, and a rest goes on.
 EARLY, READ = 32, 3
 
 
@@ -106,6 +107,8 @@ class CostModel(Policy):
         return tuple(source.depth for source in self._sources)
 
     def depths(self) -> np.ndarray:
+        if self._passes.rows == self.rows and not self._reads() and not any(self.by_source):
+            return np.zeros(self.rows, dtype=np.int64)  # it rests on
         self._passes.rows = self.rows
         known = []
         for source in self._sources:
@@ -122,6 +125,10 @@ class CostModel(Policy):
                 depth = 0 if lost == float("inf") else self._probe(source, lost) * max(depth, 1)
             source.depth = depth
         return np.full(self.rows, max(self.by_source))
+
+    def _reads(self) -> bool:
+        """Whether it looks at this step closely."""
+        return self._steps < EARLY or not self._steps % READ
 
     def _unknown(self, source: Source) -> int | None:
         """The depth of drafts that tells a cost which is not known yet."""
@@ -192,8 +199,7 @@ class CostModel(Policy):
         self._steps += 1
         both = [*zip(self._sources, asked, strict=True)]
         probes = any(levels and source.waited for source, (_, levels) in both)
-        timed = probes or self._steps < EARLY or not self._steps % READ
-        timed = timed and not beside  # prompts make a pass longer
+        timed = (probes or self._reads()) and not beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         plain = self._passes(np.array([self.rows]))
         took = verification.draft_s + verification.verify_s + verification.overhead_s
