@@ -6,7 +6,7 @@ import numpy as np
 
 from decode.costs import draft_parts
 
-# Seconds: the minimum of every measured time, because times are divided by each other.
+# The minimum of what is divided by: of measured times, in seconds, and of counts.
 INSTANT = 1e-9
 # Steps with drafts are compared with steps without after so many of either; what a step's weight is
 # after one more of its kind.
@@ -47,18 +47,11 @@ class Source:
 
     def acceptance(self) -> np.ndarray:
         """float64 [max_depth]: by position."""
-        alpha = np.empty(self.max_depth)
-        alpha[0] = self.accepted[0] / max(self.tried[0], 1e-9)
-        for i in range(1, self.max_depth):
-            alpha[i] = (self.accepted[i] + 2 * alpha[i - 1]) / (self.tried[i] + 2)
-        return alpha
+        return _rates(self.accepted, self.tried)
 
     def nodes(self) -> np.ndarray:
         """float64 [max_depth]: by depth, the nodes that are fed of a row's draft."""
-        nodes = self.fed / np.maximum(self.allowed, 1e-9)
-        for i in range(1, self.max_depth):
-            nodes[i] = (self.fed[i] + 2 * nodes[i - 1]) / (self.allowed[i] + 2)
-        return nodes
+        return _rates(self.fed, self.allowed)
 
     def seconds(self) -> np.ndarray:
         """float64 [max_depth + 1]: of drafting, by depth."""
@@ -140,6 +133,15 @@ class _DraftTimes:
         """Seconds of a draft of this depth; 0 without a draft. A depth must be known."""
         fixed, per_depth = self._parts
         return max(fixed + depth * per_depth, INSTANT) if depth else 0.0
+
+
+def _rates(counts: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """float64 [D]: counts ÷ of, by depth. Where little is known, about the rate of the depth
+    before."""
+    rates = counts / np.maximum(of, INSTANT)
+    for i in range(1, len(rates)):
+        rates[i] = (counts[i] + 2 * rates[i - 1]) / (of[i] + 2)
+    return rates
 
 
 def tokens_of(alpha: np.ndarray) -> np.ndarray:

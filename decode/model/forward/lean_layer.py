@@ -95,7 +95,8 @@ def _normed_heads(heads: Tensor, norm: LeanNorm) -> Tensor:
 
 def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     """heads: [B, n, N, D]. The first R numbers of each head are rotated."""
-    (cos, sin), size = rotation.halves, rotation.cos.shape[2]
+    cos, sin = rotation.halves
+    size = 2 * cos.shape[4]
     halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
     # Some models have cos and sin in float32.
     rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)

@@ -35,10 +35,6 @@ class Rotation:
         return iter(self._turns)
 
     @property
-    def cos(self) -> Tensor:
-        return next(iter(self))
-
-    @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """The tables of cos and sin, and `places`."""
         if self._places is None:
