@@ -5,7 +5,7 @@ Shapes: B rows, N nodes (padded to the largest row), K children of a node, V voc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,16 @@ Siblings = Literal["chosen", "independent", "distinct", "mixed"]
 Stops = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 # See `Limits.grows`.
 Grows = Callable[[int, Tensor, Tensor | None, int], bool]
+
+
+class Asked(NamedTuple):
+    """What one of several drafters that are asked in turn did for a draft. seconds: of the host, in
+    which it drafted; 0: it was not asked. reading: before that, in which it read new texts. levels:
+    how deep its drafts are."""
+
+    seconds: float = 0.0
+    levels: int = 0
+    reading: float = 0.0
 
 
 @dataclass
@@ -187,8 +197,7 @@ class Draft:
     confidence: float32 [B, N] or None: how likely the target accepts a node if it accepts those
         above it, as the drafter knew it before the node was drawn. None: the drafter does not say.
     sources: int [B] on the host or None: which of several drafters that are asked in turn drafted
-        each row, −1: none. asked: of each of them the seconds of the host in which it drafted, 0 if
-        it was not asked, and how deep its drafts are.
+        each row, −1: none. asked: what each of them did.
     went: the depth that the drafter drafted to, if nodes were left out since. Else 0.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
@@ -206,7 +215,7 @@ class Draft:
     _chosen_rows: np.ndarray | None = None
     confidence: Tensor | None = field(default=None, kw_only=True)
     sources: np.ndarray | None = field(default=None, kw_only=True)
-    asked: Sequence[tuple[float, int]] = field(default=(), kw_only=True)
+    asked: Sequence[Asked] = field(default=(), kw_only=True)
     went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)

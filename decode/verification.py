@@ -95,6 +95,7 @@ class Seconds:
     draft: float = 0.0
     verify: float = 0.0
     overhead: float = 0.0
+    draft_prefill: float = 0.0  # the drafter read new texts
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -212,6 +213,10 @@ class Verification(Outcome, Verdict):
     @property
     def overhead_s(self) -> float:
         return self.seconds.overhead
+
+    @property
+    def draft_prefill_s(self) -> float:
+        return self.seconds.draft_prefill
 
     @property
     def next_token(self) -> np.ndarray:

@@ -14,8 +14,11 @@ from decode.costs import Costs
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.suffix import SuffixTrie
+from decode.drafters.several import combined
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
+from decode.lengths import Fixed
 from decode.lengths.by_batch import ByBatch
 from decode.lengths.cost_model import CostModel
 from decode.loop.decoding import Decoder, Decoding
@@ -34,7 +37,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(device, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for module in (device, combined):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def charge(self, lm: Any, first: float, further: float) -> None:
         """Each pass takes `first` seconds for one token per row and `further` for each more."""
@@ -263,6 +267,46 @@ def test_indexing_the_prompt_is_no_draft_step(monkeypatch: pytest.MonkeyPatch) -
     timing = decoding.result().timing
     assert timing.draft_prefill == len(PROMPT) + 1 + 4 * len(PROMPT) + 1
     assert 0 < timing.draft <= 2 * 6
+
+
+class InTurn(Fixed):
+    """Of several drafters, it says how deep each may draft."""
+
+    by_source = (1, 0)
+
+
+def test_one_of_several_drafters_reads_when_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it reads is no drafting, as with one alone, and none reads for a draft of another."""
+    clock = Clock(monkeypatch)
+    read_by = [0, 0]
+    read = CachedLM.read
+    small = [SmallLMDrafter(model("llama", seed=seed, layers=1)) for seed in (7, 8)]
+
+    def timed(lm: CachedLM, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        for place, one in enumerate(small):
+            if lm is one.lm:
+                read_by[place] += ids.numel()
+                clock.now += ids.numel()
+        return read(lm, ids, *args, **kwargs)
+
+    monkeypatch.setattr(CachedLM, "read", timed)
+    policy = InTurn(1)
+    decoding = Decoding(
+        Decoder(model("llama"), CompositeDrafter(small), policy=policy), [PROMPT], 9
+    )
+    decoding.step()
+    decoding.admit([PROMPT * 4], 9)
+    decoding.step()
+    assert read_by[0] > 5 * len(PROMPT)
+    assert read_by[1] == 0
+    policy.by_source = (0, 1)
+    decoding.step()
+    assert read_by[1] > 5 * len(PROMPT)
+    timing = decoding.clock.timing
+    assert timing.draft_prefill > 10 * len(PROMPT) > timing.draft
+    finish(decoding)
+    texts = Decoder(model("llama"), DRAFTERS["none"]()).decode([PROMPT, PROMPT * 4], 9)
+    assert decoding.result().outputs == texts.outputs
 
 
 def test_a_machine_that_slows_down_slows_both_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from decode.base.errors import UserError
 from decode.costs import Costs
-from decode.draft import Draft
+from decode.draft import Asked, Draft
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
@@ -380,7 +380,8 @@ class Made:
     """A drafter on the made-up clock. alpha(token): the acceptance of each drafted token. c: of a
     draft's step, in plain steps. fixed: of a draft beside its steps. finds: the share of the rows
     for which it has a draft. says: how likely it says that each token is; None: it does not say,
-    and asks no policy. missed: tokens that it has not read. asked: when it was."""
+    and asks no policy. missed: tokens that it has not read. prompt: plain steps in which it reads
+    that of a text that joined. joined: those that it has not read. asked: when it was."""
 
     alpha: Callable[[float], float]
     c: float
@@ -388,6 +389,8 @@ class Made:
     finds: float = 1.0
     says: float | None = 0.5
     missed: float = 60.0
+    prompt: float = 0.0
+    joined: float = 0.0
     asked: list[float] = field(default_factory=list)
 
     def draft(
@@ -410,9 +413,9 @@ class Made:
 
 def asked_in_turn(
     policy: Policy, drafters: Sequence[Made], at: float, random: np.random.Generator
-) -> tuple[np.ndarray, Draft, np.ndarray, float]:
+) -> tuple[np.ndarray, Draft, np.ndarray, list[Asked]]:
     """The depths of the rows, their draft as the loop gets it, the acceptance of each row's tokens,
-    and how long the draft took, in plain steps."""
+    and what each drafter did, in plain steps."""
     depths = policy.depths()
     free, sizes, sources = depths.copy(), np.zeros_like(depths), np.full(len(depths), -1)
     alpha, says, asked = np.zeros(len(depths)), np.full(len(depths), 0.5), []
@@ -420,21 +423,22 @@ def asked_in_turn(
         most = free
         if len(drafters) > 1 and number < len(policy.by_source):
             most = np.minimum(free, policy.by_source[number])
-        seconds = 0.0
+        seconds = reading = 0.0
         drafted = np.zeros_like(depths)
         if most.any():
             one.asked.append(at)
+            reading, one.joined = one.prompt * min(one.joined, len(depths)), 0.0
             drafted, seconds = one.draft(policy, most, number, random)
         its = drafted > 0
         sizes[its], sources[its], alpha[its], free[its] = drafted[its], number, one.alpha(at), 0
         says[its] = 0.5 if one.says is None else one.says
-        asked.append((seconds, int(drafted.max())))
+        asked.append(Asked(seconds, int(drafted.max()), reading))
     tokens = torch.full((len(depths), int(sizes.max())), 5)
     sure = torch.tensor(says, dtype=torch.float32)[:, None].expand(tokens.shape)
     draft = Draft(tokens, sizes, confidence=sure)
     if len(drafters) > 1:
         draft.sources, draft.asked = sources, asked
-    return depths, draft, alpha, sum(seconds for seconds, _ in asked)
+    return depths, draft, alpha, asked
 
 
 def decode_made(
@@ -444,19 +448,20 @@ def decode_made(
     *,
     slope: float = 0.05,
     rows: int = 1,
+    lasts: float = np.inf,
     seed: int = 0,
 ) -> tuple[list[tuple[float, int, float]], float]:
     """((token, γ, seconds) of each step, and plain decoding's time over the total's inverse).
 
     It goes the way of the loop: the policy decides how deep drafts are, which get another level and
     which nodes are fed. A pass of n tokens of each row costs 1 + slope·(n − 1). Every time jitters
-    by 3%.
+    by 3%. lasts: the tokens of a text; another one follows it.
     """
     random = np.random.default_rng(seed)
     policy.start(rows)
     at, taken = 0.0, []
     while at < tokens:
-        depths, draft, alpha, draft_s = asked_in_turn(policy, drafters, at, random)
+        depths, draft, alpha, did = asked_in_turn(policy, drafters, at, random)
         keep = policy.kept(draft) if depths.any() else None
         if keep is not None:
             leave_out(draft, keep)
@@ -468,17 +473,20 @@ def decode_made(
             depths.tolist(),
             accepted,
             draft.sizes,
-            draft_s=draft_s * jitter[0],
+            draft_s=sum(one.seconds for one in did) * jitter[0],
             pass_s=(1 + slope * drafted) * jitter[1],
             width=1 + drafted,
         )
         told.draft, told.draft_steps = draft, draft.went or draft.levels()
+        told.seconds.draft_prefill = PLAIN * sum(one.reading for one in did)
         policy.observe(told)
-        taken.append((at, int(depths.max()), told.draft_s + told.verify_s))
+        seconds = told.draft_prefill_s + told.draft_s + told.verify_s
+        taken.append((at, int(depths.max()), seconds))
         emitted = float(told.emitted.mean())
         at += emitted
         for one in drafters:
             one.missed += emitted
+            one.joined += rows * emitted / lasts
     return taken, sum(seconds for _, _, seconds in taken) / (at * PLAIN)
 
 
@@ -530,6 +538,15 @@ def test_a_drafter_that_is_slow_to_catch_up_is_tried_again(kind: type[CostModel]
     """What it missed costs more a token than probes may cost."""
     taken, _ = simulate(kind(2), lambda _: 0.0, 8_000, c=2.0)
     assert 3 <= sum(gamma > 0 for at, gamma, _ in taken if at > 3_000) <= 5
+
+
+@by_costs
+def test_prompts_that_a_drafter_reads_count_as_its_costs(kind: type[CostModel]) -> None:
+    """Texts are short, and a probe reads the prompts of those that joined."""
+    heads = Made(lambda _: 0.3, 0.1, missed=0.0, prompt=0.35)
+    _, cost = decode_made(kind(4), [heads], 1_000, slope=0.5, rows=8, lasts=32)
+    assert len(heads.asked) > 5
+    assert cost <= 1.05
 
 
 @by_costs
@@ -812,7 +829,7 @@ def test_drafters_that_are_asked_in_turn_are_corrected_apart() -> None:
     for _ in range(20):
         policy.depths()
         draft = said(np.full((2, 1), 0.8))
-        draft.sources, draft.asked = np.array([0, 1]), [(1.0, 1), (1.0, 1)]
+        draft.sources, draft.asked = np.array([0, 1]), [Asked(1.0, 1), Asked(1.0, 1)]
         judged(policy, draft, np.array([[True], [False]]), curve=CURVES["flat"])
     assert policy._chances()[0, 2 - LEAST, 0] > 0.9
     assert policy._chances()[1, 2 - LEAST, 0] < 0.2
@@ -833,7 +850,7 @@ def test_where_heads_end_the_deeper_nodes_of_lookup_are_no_nodes_of_theirs() -> 
         assert not policy.grows(1, torch.full((8, 1), 0.01), None, 1)
         draft = said(np.full((8, 3), 0.9))
         draft.sources, sizes = np.array([0] + [1] * 7), np.array([3] + [1] * 7)
-        draft.asked = [(1.0, 3), (1.0, 1)]
+        draft.asked = [Asked(1.0, 3), Asked(1.0, 1)]
         draft.cut(sizes)
         judged(policy, draft, np.ones((8, 3), dtype=bool), curve=CURVES["flat"])
     assert heads.nodes().max() <= 1

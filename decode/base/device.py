@@ -93,6 +93,11 @@ class Clock:
         else:
             self._add_seconds(part, self._last - begin, self._seconds)
 
+    def move(self, seconds: float, part: str, to: str) -> None:
+        """So many seconds of the host that are counted for `part` were spent on another."""
+        self._add_seconds(part, -seconds, self._seconds)
+        self._add_seconds(to, seconds, self._seconds)
+
     def end_pass(self, *, at_once: bool) -> None:
         """The parts marked from now on belong to no pass. at_once: wait for the times of the pass,
         if needed. Else a CUDA device sets them later, at the latest in `finish`."""

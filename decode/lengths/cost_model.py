@@ -7,6 +7,7 @@ import numpy as np
 
 from decode.base.errors import require_fits
 from decode.costs import Costs, extrapolated
+from decode.draft import Asked
 from decode.lengths import POLICIES, Policy
 from decode.lengths.source import FEW, INSTANT, Source, clipped, tokens_of
 from decode.verification import Verification
@@ -39,9 +40,9 @@ class CostModel(Policy):
     Probes are rare enough that a useless drafter costs about `probe_share` of plain decoding. But
     there is at least one every `patience` tokens, unless a single probe costs more than
     1.3 · patience · probe_share plain steps: then the cost limit has priority, up to 64 · patience
-    tokens. The cost of a probe includes feeding the drafter the text since its last draft, but not
-    its pass over the prompt before its first draft. After a successful probe the next one follows
-    at once. So few tokens pass until a drafter that has become good is used again.
+    tokens. The cost of a probe includes feeding the drafter the text since its last draft, and the
+    prompts of rows that joined since. After a successful probe the next one follows at once. So few
+    tokens pass until a drafter that has become good is used again.
 
     What drafts brought is compared with what steps without brought, by the size of the batch. If
     they lost, for a reason that no cost or acceptance says, drafts are as rare as probes, and as
@@ -198,12 +199,13 @@ class CostModel(Policy):
         faded, asked, drafted_by = self.memory**emitted, *self._asked(verification)
         self._steps += 1
         both = [*zip(self._sources, asked, strict=True)]
-        probes = any(levels and source.waited for source, (_, levels) in both)
+        probes = any(levels and source.waited for source, (_, levels, _) in both)
         timed = (probes or self._reads()) and not beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         plain = self._passes(np.array([self.rows]))
-        took = verification.draft_s + verification.verify_s + verification.overhead_s
-        for number, (source, (part, levels)) in enumerate(both):
+        took = verification.draft_prefill_s + verification.draft_s
+        took += verification.verify_s + verification.overhead_s
+        for number, (source, (part, levels, reading)) in enumerate(both):
             asks, pays = part > 0, True
             free = (drafted_by < 0) | (drafted_by >= number)  # no drafter before it serves them
             source.vain += asks and beside
@@ -221,25 +223,26 @@ class CostModel(Policy):
             depths = np.minimum(verification.depths, min(most, source.ended))
             source.see_results(accepted[free], depths[free], fed)
             if timed:
-                source.see_seconds(part * (verification.draft_s + more), levels)
+                source.see_seconds(part * (verification.draft_s + more), levels, reading)
             # The first draft after a rest reads what it missed. Those after it go on if they pay.
             hopeful = bool((accepted[free] > 0).mean() > 0.5)
             source.hopeful = hopeful and (pays or source.waited > 0)
             source.waited, source.new_text = 0.0, False
 
-    def _asked(self, verification: Verification) -> tuple[list[tuple[float, int]], np.ndarray]:
-        """Of each drafter its share of the time of drafting, 0 if it was not asked, and how deep it
-        went; and the drafter of each row, int [B], −1: none."""
+    def _asked(self, verification: Verification) -> tuple[list[Asked], np.ndarray]:
+        """What each drafter did, its seconds as a share of the time of drafting; and the drafter of
+        each row, int [B], −1: none."""
         draft, steps = verification.draft, verification.draft_steps
         if draft.sources is None or not draft.asked:
-            asked = [(float(verification.depths.any()), steps)]
+            part = float(verification.depths.any())
+            asked = [Asked(part, steps, verification.draft_prefill_s)]
             drafted_by = np.full(len(verification.accepted), 0 if steps else -1)
         else:
-            whole = max(sum(seconds for seconds, _ in draft.asked), INSTANT)
-            asked = [(seconds / whole, levels) for seconds, levels in draft.asked]
+            whole = max(sum(one.seconds for one in draft.asked), INSTANT)
+            asked = [one._replace(seconds=one.seconds / whole) for one in draft.asked]
             drafted_by = draft.sources
         self._source(len(asked) - 1)
-        return [*asked, *[(0.0, 0)] * (len(self._sources) - len(asked))], drafted_by
+        return [*asked, *[Asked()] * (len(self._sources) - len(asked))], drafted_by
 
     def _results(
         self, verification: Verification, rows: np.ndarray

@@ -24,7 +24,7 @@ class Source:
     drafted since the batch began. waited: tokens since its last draft. hopeful: most rows accepted
     a token of that draft. vain: its drafts in passes that read prompts too, which tell no cost.
     unasked: further drafts of two tokens, to see a second depth. probe_s: seconds of drafting a
-    probe, catching up included. drafts: without text to catch up on.
+    probe, with all that it read before. drafts: without text to catch up on.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -95,14 +95,14 @@ class Source:
         count = min(len(fed), self.ended)
         self.fed[:count] += fed[:count]
 
-    def see_seconds(self, seconds: float, depth: int) -> None:
-        """What a draft of this depth took."""
+    def see_seconds(self, seconds: float, depth: int, reading: float) -> None:
+        """What a draft of this depth took, and the reading of new texts before it."""
         if self.new_text:
             return  # a text's first draft is cold
         if not self.drafts.known or self.waited == 0 or seconds < self.drafts(depth):
             self.drafts.see(depth, seconds)
         if self.waited:
-            probe = self.drafts(1) + max(seconds - self.drafts(depth), 0.0)
+            probe = self.drafts(1) + max(seconds - self.drafts(depth), 0.0) + reading
             self.probe_s = probe if self.probe_s is None else 0.7 * self.probe_s + 0.3 * probe
 
 

@@ -250,6 +250,8 @@ class RunningRows:
         rows = self.rows
         rng = rows.rng.coupled() if self._rule().couples else rows.rng
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
+        reading = sum(one.reading for one in draft.asked)
+        self.clock.move(reading, "draft", "draft_prefill")
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
         kept = policy.kept(draft)

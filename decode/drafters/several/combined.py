@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.base.threads import Together
-from decode.draft import Contexts, Draft, Drawn, Limits, Siblings
+from decode.draft import Asked, Contexts, Draft, Drawn, Limits, Siblings
 from decode.drafters import Drafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
@@ -111,7 +111,7 @@ class Group(Drafter):
 class CompositeDrafter(Group):
     """Each row takes the draft of the first drafter that has one for it: for example prompt lookup,
     then the trained drafter if lookup finds nothing. A drafter is called only if some row has no
-    draft yet, and not if the limits say that it rests.
+    draft yet, and not if the limits say that it rests. Until then it reads no text.
 
     The drafter of a row depends only on its text and on the limits, both known before a draft, so
     decoding stays lossless. If some drafters draw and others choose their tokens, chosen tokens
@@ -119,6 +119,12 @@ class CompositeDrafter(Group):
     and if one drafter draws the siblings of its trees without replacement and another makes trees
     in a different way.
     """
+
+    _unread: np.ndarray  # bool [B, M]: the texts that a drafter has not read yet
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__(drafters)
+        self.per_row = {"_unread": np.ones(len(self.drafters), dtype=bool)}
 
     @property
     def branches(self) -> bool:
@@ -167,6 +173,18 @@ class CompositeDrafter(Group):
         row. It may depend on anything that is known before the draft."""
         return np.ones((len(depths), len(self.drafters)), dtype=bool)
 
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        return None  # each drafter reads when it is asked
+
+    def _read(self, member: int, contexts: Contexts, rows: np.ndarray) -> float:
+        """Let a drafter read what is new in these rows, bool [B]. Returns the seconds it takes."""
+        begin, new = time.perf_counter(), self._unread[:, member] & rows
+        if new.any():
+            first = int(new.argmax())
+            self.drafters[member].prefill(contexts, first)
+            self._unread[first:, member] = False
+        return time.perf_counter() - begin
+
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
@@ -174,24 +192,25 @@ class CompositeDrafter(Group):
         asked = self.asked(limits.depths)
         drafts: list[Draft] = []
         sources = np.full(len(depths), -1)
-        times = [(0.0, 0)] * len(self.drafters)
+        did = [Asked()] * len(self.drafters)
         for member, drafter in enumerate(self.drafters):
             open_depths = np.where(asked[:, member], depths, 0)
             if member < len(limits.by_source):
                 open_depths = np.minimum(open_depths, limits.by_source[member])
             if not open_depths.any():
                 continue
+            reading = self._read(member, contexts, open_depths > 0)
             begin = time.perf_counter()
             its_limits = replace(limits, depths=open_depths, source=member, by_source=())
             draft = drafter.draft(contexts, its_limits, sampling, rng)
             # Drop drafts in rows that already have one, or that do not ask for one.
             draft.cut(np.where(open_depths > 0, draft.sizes, 0))
             depths[draft.sizes > 0], sources[draft.sizes > 0] = 0, member
-            times[member] = time.perf_counter() - begin, draft.levels()
+            did[member] = Asked(time.perf_counter() - begin, draft.levels(), reading)
             if draft.sizes.any():
                 drafts.append(draft)
         draft = _merged(drafts) if drafts else Draft.none(len(depths), "cpu")
-        draft.sources, draft.asked = sources, times
+        draft.sources, draft.asked = sources, did
         return draft
 
 

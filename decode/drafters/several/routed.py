@@ -31,7 +31,7 @@ class RoutedDrafter(CompositeDrafter):
             raise UserError(f"labels are {list(labels)}; expected a different one for each drafter")
         self.labels = list(labels)
         self.routes = np.zeros(0, dtype=np.int64)
-        self.per_row = {"routes": self.routes_of}
+        self.per_row = {**self.per_row, "routes": self.routes_of}
 
     def with_drafters(self, drafters: Sequence[Drafter]) -> "RoutedDrafter":
         return type(self)(drafters, self.labels)
@@ -39,11 +39,6 @@ class RoutedDrafter(CompositeDrafter):
     def asked(self, depths: np.ndarray) -> np.ndarray:
         asked: np.ndarray = self.routes[:, None] == np.arange(len(self.drafters))
         return asked
-
-    def prefill(self, contexts: Contexts, first: int = 0) -> None:
-        # A drafter without new rows has nothing to read.
-        for member in np.unique(self.routes[first:]):
-            self.drafters[member].prefill(contexts, first)
 
     def routes_of(self, contexts: Contexts) -> np.ndarray:
         """int64 [B]: the drafter of each of these rows."""
