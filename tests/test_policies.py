@@ -24,6 +24,7 @@ from decode.lengths import POLICIES, Fixed, Policy
 from decode.lengths.confidence import AdaptiveConfidence
 from decode.lengths.cost_model import CostModel
 from decode.lengths.heuristic import Heuristic
+from decode.lengths.source import Source
 from decode.lengths.worth import LEAST, Worth
 from decode.loop.decoding import Decoder
 from decode.model.forward.sublayers import Sublayers
@@ -538,6 +539,17 @@ def test_a_drafter_that_is_slow_to_catch_up_is_tried_again(kind: type[CostModel]
     """What it missed costs more a token than probes may cost."""
     taken, _ = simulate(kind(2), lambda _: 0.0, 8_000, c=2.0)
     assert 3 <= sum(gamma > 0 for at, gamma, _ in taken if at > 3_000) <= 5
+
+
+def test_a_lack_of_tokens_that_may_be_chance_is_no_loss() -> None:
+    one, eight = Source(4), Source(4)
+    for source in (one, eight):
+        for _ in range(4):
+            source.compare(1, False, 1.0, 1.0)
+    for place in range(8):  # both 1.125 tokens in the time of 1.2 steps
+        one.compare(1, True, 1.0 + (place == 7), 1.2)
+        eight.compare(1, True, 1.125, 1.2)
+    assert one.lost(1, True) < 0 < eight.lost(1, True) < 0.1
 
 
 @by_costs

@@ -18,7 +18,7 @@ FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
 ROUNDS = 4  # until the depths and the rate that they give fit each other; two are usual
 RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
 # Of the steps after the early ones, one in so many is looked at closely: a policy takes time too.
-# In the others no times are read, and a rest goes on.
+# In the others no times are read, and what was decided stays.
 EARLY, READ = 32, 3
 
 
@@ -80,6 +80,7 @@ class CostModel(Policy):
         self._rate = 0.0  # the tokens per second of all rows that drafts of the best depths give
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
+        self._unfaded = 0.0  # tokens since results last faded
 
     def start(self, rows: int) -> None:
         super().start(rows)
@@ -108,8 +109,13 @@ class CostModel(Policy):
         return tuple(source.depth for source in self._sources)
 
     def depths(self) -> np.ndarray:
-        if self._passes.rows == self.rows and not self._reads() and not any(self.by_source):
-            return np.zeros(self.rows, dtype=np.int64)  # it rests on
+        asks = any(source.asks and source.depth for source in self._sources)
+        if self._passes.rows != self.rows or self._reads() or asks:
+            self._decide()
+        return np.full(self.rows, max(self.by_source))
+
+    def _decide(self) -> None:
+        """How deep each drafter may draft."""
         self._passes.rows = self.rows
         known = []
         for source in self._sources:
@@ -125,7 +131,6 @@ class CostModel(Policy):
             if source.asks:
                 depth = 0 if lost == float("inf") else self._probe(source, lost) * max(depth, 1)
             source.depth = depth
-        return np.full(self.rows, max(self.by_source))
 
     def _reads(self) -> bool:
         """Whether it looks at this step closely."""
@@ -195,21 +200,27 @@ class CostModel(Policy):
         return int(source.hopeful or source.waited >= interval)
 
     def observe(self, verification: Verification) -> None:
-        emitted, beside = float(verification.emitted.mean()), bool(verification.fed_beside)
-        faded, asked, drafted_by = self.memory**emitted, *self._asked(verification)
+        emitted = float(verification.emitted.sum()) / max(len(verification.emitted), 1)
         self._steps += 1
+        self._unfaded += emitted
+        looks = self._reads() or any(x.depth and (x.asks or x.waited) for x in self._sources)
+        if not looks and not verification.draft_steps:
+            self._pass_by(verification, emitted)
+            return
+        asked, drafted_by = self._asked(verification)
         both = [*zip(self._sources, asked, strict=True)]
-        probes = any(levels and source.waited for source, (_, levels, _) in both)
-        timed = (probes or self._reads()) and not beside  # prompts make a pass longer
+        faded, self._unfaded = self.memory**self._unfaded, 0.0
+        beside = bool(verification.fed_beside)
+        timed = looks and not beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
-        plain = self._passes(np.array([self.rows]))
+        plain = self._passes(np.array([self.rows])) if timed else None
         took = verification.draft_prefill_s + verification.draft_s
         took += verification.verify_s + verification.overhead_s
         for number, (source, (part, levels, reading)) in enumerate(both):
             asks, pays = part > 0, True
             free = (drafted_by < 0) | (drafted_by >= number)  # no drafter before it serves them
             source.vain += asks and beside
-            if plain is not None and not beside and free.any() and not (source.new_text and asks):
+            if plain is not None and free.any() and not (source.new_text and asks):
                 pays = source.compare(self.rows, asks, emitted, took / float(plain[0]))
             source.fade(faded)
             if not levels:
@@ -228,6 +239,14 @@ class CostModel(Policy):
             hopeful = bool((accepted[free] > 0).mean() > 0.5)
             source.hopeful = hopeful and (pays or source.waited > 0)
             source.waited, source.new_text = 0.0, False
+
+    def _pass_by(self, verification: Verification, emitted: float) -> None:
+        """A step that is not looked at, without a draft."""
+        drafts = verification.draft.asked
+        asked = [one.seconds > 0 for one in drafts] or [bool(verification.depths.any())]
+        for number, source in enumerate(self._sources):
+            its = number < len(asked) and asked[number]
+            source.waited = 0.0 if its else source.waited + emitted
 
     def _asked(self, verification: Verification) -> tuple[list[Asked], np.ndarray]:
         """What each drafter did, its seconds as a share of the time of drafting; and the drafter of

@@ -41,9 +41,9 @@ class Source:
         # By depth: drafts that were allowed to go so deep, and nodes that were fed for them.
         self.allowed, self.fed = np.zeros((2, max_depth))
         self.allowed[0] = self.fed[0] = 1.0
-        # By the size of the batch, without its drafts and with: tokens of a row, and how many plain
-        # steps could be taken meanwhile.
-        self._brought: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
+        # By the size of the batch, without its drafts and with: tokens of a row, how many plain
+        # steps could be taken meanwhile, steps, and squares of these tokens.
+        self._brought: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 4)))
 
     def acceptance(self) -> np.ndarray:
         """float64 [max_depth]: by position."""
@@ -64,18 +64,19 @@ class Source:
         both = self._brought[rows.bit_length()]
         pays = both[0, 1] < FEW or emitted * both[0, 1] >= took * both[0, 0]
         both[int(asked)] *= BROUGHT
-        both[int(asked)] += emitted, took
+        both[int(asked)] += emitted, took, 1.0, emitted**2
         return bool(pays)
 
     def lost(self, rows: int, patient: bool) -> float:
         """The plain steps that a step with a draft lost lately, beside steps without. What a model
-        of costs leaves out counts here. 0: too few are known. Infinite: steps without are due.
-        patient: it has not waited for long."""
-        (tokens, steps), (drafted, took) = self._brought[rows.bit_length()]
+        of costs leaves out counts here, and no lack of tokens that may be chance. 0: too few are
+        known. Infinite: steps without are due. patient: it has not waited for long."""
+        (tokens, steps, *_), (drafted, took, count, squares) = self._brought[rows.bit_length()]
         if took < ENOUGH or steps < FEW:
             # Passes that read prompts too tell nothing, so it does not wait for ever.
             return float("inf") if took >= ENOUGH and patient else 0.0
-        return min(float(tokens / steps * took / max(drafted, INSTANT)) - 1.0, LONGEST)
+        chance = max(squares - drafted**2 / count, 0.0) ** 0.5  # the deviation of their sum
+        return min(float(tokens / steps * took / max(drafted + chance, INSTANT)) - 1.0, LONGEST)
 
     def fade(self, share: float) -> None:
         """Results so far weigh less."""

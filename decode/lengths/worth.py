@@ -18,7 +18,8 @@ from decode.verification import Verification
 # times as long as those of drafts.
 OWN, LONGER = 2.0, 2
 # The grade of a node is the binary logarithm of the odds that the drafter gives it, rounded.
-LEAST, MOST, TINY = -6, 7, 1e-9
+LEAST, MOST = -6, 7
+GRADES = 1 / (1 + 2.0 ** -(np.arange(LEAST, MOST) + 0.5))  # the confidence between two of them
 DRAFTERS = 3  # that are told from each other
 
 
@@ -47,9 +48,10 @@ class Worth(CostModel):
     """
 
     weighs = True
-    per_row = MappingProxyType({"_kept": 0.0, "_expected_of": 0.0})
+    per_row = MappingProxyType({"_kept": 0.0, "_expected_of": 0.0, "_since": 0.0})
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
+    _since: np.ndarray  # [B]: tokens since these last faded
     _fed_nodes: "_Nodes | None" = None  # of this pass
     _known_chances: np.ndarray | None = None  # until there are new results
 
@@ -115,8 +117,10 @@ class Worth(CostModel):
         keep = nodes.worth
         # Known before a node is drawn: a parent is worth as much as its children.
         for number, source in enumerate(self._sources):
+            if not source.asks:
+                continue
             its = valid & (sources == number)[:, None]
-            if source.asks and its.any() and not (keep & its).any():
+            if its.any() and not (keep & its).any():
                 keep = keep.copy()
                 row = int((nodes.reached * its)[:, 0].argmax())
                 keep[row, 0] = True
@@ -129,6 +133,12 @@ class Worth(CostModel):
 
     def _weighed(self, nodes: "_Nodes") -> "_Nodes":
         """The same with their chances."""
+        if self._since.any():
+            faded = self.memory**self._since
+            self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
+            self._graded *= self.memory ** (float(self._since.mean()) / LONGER)
+            self._known_chances = None
+            self._since = np.zeros(self.rows)
         own = (self._kept + OWN) / (self._expected_of + OWN)
         nodes.chances = self._chances()[nodes.sources, nodes.grades, nodes.depths]
         here = np.minimum(own[:, None] * nodes.chances, 1.0)
@@ -138,10 +148,7 @@ class Worth(CostModel):
 
     def observe(self, verification: Verification) -> None:
         super().observe(verification)
-        faded = self.memory**verification.emitted
-        self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
-        self._graded *= self.memory ** (float(verification.emitted.mean()) / LONGER)
-        self._known_chances = None
+        self._since += verification.emitted
         if (nodes := self._fed_nodes) is None:
             return
         accepted, judged = nodes.outcomes(verification)
@@ -186,9 +193,8 @@ class _Nodes:
     ) -> None:
         self.valid, self.parents, self.levels = valid, parents, levels
         self.sources = np.minimum(sources, DRAFTERS - 1)[:, None]
-        confidence = np.nan_to_num(confidence)  # of a drafter whose logits are NaN
-        odds = confidence / np.maximum(1 - confidence, TINY) + TINY
-        self.grades = np.log2(odds).clip(LEAST, MOST).round().astype(np.int64) - LEAST
+        # Not NaN, as of a drafter whose logits are.
+        self.grades = np.searchsorted(GRADES, np.fmax(confidence, 0.0))
         self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1
 
     def from_the_root(self, values: np.ndarray, joined: np.ufunc) -> np.ndarray:
