@@ -77,19 +77,23 @@ class StatesEngine:
 
     async def _write(self, path: Path, lock: Any, tokens: list[int], fault: Any) -> None:
         await asyncio.sleep(0.002)
-        with lock, torch.inference_mode():
-            layers = self.target.model(torch.tensor([tokens]), output_hidden_states=True)
-            final: list[torch.Tensor] = []
-            norm = self.target.model.base_model.norm
-            # What the last norm reads, as vLLM gives it.
-            hook = norm.register_forward_pre_hook(lambda _, inputs: final.append(inputs[0]))
-            self.target.model(torch.tensor([tokens]))
-            hook.remove()
-            states = [*layers.hidden_states[:-1], final[0]]
-            chosen = [states[i][0] for i in sorted(set(self.ids))]
-            tensors = fault(
-                {"hidden_states": torch.stack(chosen, 1), "token_ids": torch.tensor(tokens)}
-            )
+        with lock:
+            tensors = fault(states_file(self.target, self.ids, tokens))
             if tensors is not None:
                 save_file(tensors, path)
             self.most = max(self.most, len(list(self.directory.glob("*.safetensors"))))
+
+
+@torch.inference_mode()
+def states_file(target: Target, ids: Sequence[int], tokens: list[int]) -> Tensors:
+    """What vLLM writes of a text. ids: of the layers."""
+    layers = target.model(torch.tensor([tokens]), output_hidden_states=True)
+    final: list[torch.Tensor] = []
+    norm = target.model.base_model.norm
+    # What the last norm reads, as vLLM gives it.
+    hook = norm.register_forward_pre_hook(lambda _, inputs: final.append(inputs[0]))
+    target.model(torch.tensor([tokens]))
+    hook.remove()
+    states = [*layers.hidden_states[:-1], final[0]]
+    chosen = [states[i][0] for i in sorted(set(ids))]
+    return {"hidden_states": torch.stack(chosen, 1), "token_ids": torch.tensor(tokens)}

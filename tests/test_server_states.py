@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,13 +277,13 @@ def test_vllm_hands_out_the_states_of_the_target(
     stage = HEADS | {"loop": HEADS["loop"] | {"epochs": 1, "max_steps": 2}}
     off: list[float] = []
 
-    def compared(servers: Any, source: Any, chosen: Any, *_: Any) -> None:
+    def compared(servers: Any, chosen: Any, _: Any, layers: Any, *__: Any) -> None:
         # All of them are read in parts of 16 tokens.
         for sample in chosen:
             ids = torch.tensor([sample.tokens])
             expected = LiveFeatures(target.model, [0, 1, FINAL]).features(ids, ids > -1, [])
             ((_, states),) = servers.ask_each(sample)
-            for layer, x in source.joined([states], target.device).items():
+            for layer, x in layers.joined([states], target.device).items():
                 off.append(float((x - expected[layer]).norm() / expected[layer].norm()))
 
     monkeypatch.setattr("train.engines.states.open_states._check", compared)
@@ -304,6 +304,50 @@ def test_vllm_hands_out_the_states_of_the_target(
     assert not [path for path in (tmp_path / "s").iterdir() if path.name.startswith(".tmp-")]
 
 
+def connector_on(base: type, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Our connector on a class in place of vLLM's."""
+    package = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
+    theirs = {"ExampleHiddenStatesConnector": base, "extract_from_kv_cache": None}
+    for name, members in (("vllm", {"__version__": "9.1"}), (package, theirs)):
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return runpy.run_path(str(open_states.MODULES / "vllm_connector.py"))["StatesConnector"]()
+
+
+def test_an_answer_ends_one_token_behind_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scheduling:
+        def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None: ...
+
+        def build_connector_meta(self, scheduler_output: str) -> str:
+            return scheduler_output
+
+        def request_finished(self, request: Any, block_ids: list[int]) -> bool:
+            return True
+
+    connector = connector_on(Scheduling, monkeypatch)
+    ends = {"end_token_ids": [2, 3]}
+    given = {"answer": ends, "states": None}
+    requests = [
+        SimpleNamespace(request_id=name, kv_transfer_params=x, max_tokens=90, output_token_ids=[])
+        for name, x in given.items()
+    ]
+    lengths: list[tuple[int, ...]] = []
+    for request in requests:
+        connector.update_state_after_alloc(request, None, 0)
+    for token in (7, 3, 8):
+        for request in requests:
+            request.output_token_ids.append(token)
+            request.num_output_tokens = len(request.output_token_ids)
+        assert connector.build_connector_meta("step") == "step"
+        lengths.append(tuple(request.max_tokens for request in requests))
+    assert lengths == [(90, 90), (3, 90), (4, 90)]  # vLLM ended it at 3
+    assert connector.request_finished(requests[0], [])
+    requests[0].max_tokens = 90
+    connector.build_connector_meta("step")
+    assert requests[0].max_tokens == 90
+
+
 def test_names_that_vllm_renamed_end_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     class Renamed:
         def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -311,14 +355,7 @@ def test_names_that_vllm_renamed_end_its_start(monkeypatch: pytest.MonkeyPatch) 
 
         def _submit_async_write(self) -> None: ...
 
-    package = "vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector"
-    theirs = {"ExampleHiddenStatesConnector": Renamed, "extract_from_kv_cache": None}
-    for name, members in (("vllm", {"__version__": "9.1"}), (package, theirs)):
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
-    connector: Any = runpy.run_path(str(Path(open_states.__file__).parent / "vllm_connector.py"))
-    states = connector["StatesConnector"]()
+    states = connector_on(Renamed, monkeypatch)
     states.register_kv_caches({"layer": torch.zeros(1, device="meta")})
     with pytest.raises(RuntimeError, match=r"vLLM 9\.1 has no _write_tensors, .*_lock_fds"):
         states.register_kv_caches({"layer": torch.zeros(1)})

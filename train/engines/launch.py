@@ -20,6 +20,7 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.base.paths import from_home
+from decode.draw.sampling_config import SamplingConfig
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
@@ -27,7 +28,7 @@ from train.base.platforms import require_posix
 from train.engines.child_process import model_directory, python_of, serving
 from train.engines.programs import VLLM_ENVIRONMENT, find_vllm, llama_server_program
 from train.measure.ranks import ALONE, Ranks
-from train.settings.server_config import EngineServer
+from train.settings.server_config import EngineServer, ServerConfig
 
 LARGE = 2e9  # parameters, from which a build for CPUs is refused unless it is asked for
 
@@ -77,6 +78,19 @@ def _require_vllm(config: EngineServer, target: Target) -> None:
             f"the CPU: it finds {build}. Set server.python to the Python of an environment with "
             "vLLM for GPUs, or server.url; server.on_cpu: true runs it on the CPU"
         )
+
+
+def keeps_states(config: ServerConfig, sampling: SamplingConfig, target: Target) -> bool:
+    """Whether an engine that is started for answers can write their hidden states too: a vLLM whose
+    `options` leave it free to. It then has a drafter: vLLM refuses min_p beside one, and its build
+    for CPUs draws as if the temperature were another."""
+    if config.launch != "vllm" or config.said_of_states or sampling.min_p:
+        return False
+    if sampling.temperature == 0:
+        return True
+    # A plan without weights may be made on another machine than the run's.
+    build = find_vllm(config.python) if target.has_weights else None
+    return build is None or not build.for_cpu
 
 
 def engine_in_words(config: EngineServer) -> str:

@@ -11,7 +11,7 @@ from decode.base.errors import UserError
 from decode.base.strict import Strict
 
 # Of vLLM, and set by the stage: which states it writes, and where.
-_SET_HERE = ("speculative_config", "kv_transfer_config", "enable_prefix_caching")
+_SET_HERE = frozenset({"speculative_config", "kv_transfer_config", "enable_prefix_caching"})
 
 
 def server_address(url: str) -> SplitResult | None:
@@ -78,6 +78,11 @@ class EngineServer(Strict):
         urls = [self.url] if isinstance(self.url, str) else self.url or []
         return [url.rstrip("/") for url in urls]
 
+    @property
+    def said_of_states(self) -> list[str]:
+        """The `options` that decide whether a started vLLM writes hidden states."""
+        return [name for name in self.options if name.replace("-", "_") in _SET_HERE]
+
     def key(self) -> str | None:
         """The API key. Raises UserError if its variable is not set."""
         key = None if self.key_env is None else os.environ.get(self.key_env)
@@ -130,9 +135,8 @@ class StatesServer(EngineServer):
             raise ValueError(
                 "a server that is up writes its files to a directory; give its path here"
             )
-        for name in self.options:
-            if name.replace("-", "_") in _SET_HERE:
-                raise ValueError(f"options have {name}, which the stage sets itself; leave it out")
+        for name in self.said_of_states:
+            raise ValueError(f"options have {name}, which the stage sets itself; leave it out")
         return self
 
     @property

@@ -39,7 +39,8 @@ from train.data.self_prompts import read_prompts, require_template, save_prompts
 from train.data.turns import Turns
 from train.engines.answers.known_parts import AnswerPart, Jobs, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
-from train.engines.launch import require_server
+from train.engines.launch import keeps_states, require_server
+from train.engines.states.served_states import EngineLayers
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
 from train.measure.ranks import Ranks
 from train.settings.cache_configs import FeatureCacheConfig
@@ -107,6 +108,11 @@ class GenerateStage(Stage[GenerateConfig]):
             readers = ", ".join(stage.name for stage in self._readers)
             token_bytes = bytes_per_token(self.target, self._kept_layers)
             together = min(config.part_prompts, count) * (prompt + config.max_new_tokens)
+            if config.server:
+                EngineLayers(self.target, self._kept_layers)  # refuses what it cannot tell apart
+                # vLLM's files, until a part is whole.
+                files = min(config.part_prompts + config.server.concurrency, count)
+                plan.disk_bytes += token_bytes * files * (prompt + config.max_new_tokens)
             plan.what += f"; keeps {len(self._kept_layers)} hidden states a token for {readers}"
             plan.memory += StageMemory(states=token_bytes * together)
             plan.disk_bytes += token_bytes * plan.text_tokens
@@ -114,11 +120,14 @@ class GenerateStage(Stage[GenerateConfig]):
 
     @property
     def _readers(self) -> list[FeatureCacheConfig]:
-        """The later stages that store states of these answers, if our own loop makes them."""
-        if self.config.server or self.config.num_beams > 1:
+        """The later stages that store states of these answers, if what makes them keeps some."""
+        config, server = self.config, self.config.server
+        if config.num_beams > 1:
+            return []
+        if server and not keeps_states(server, config.sampling, self.target):
             return []
         caches = [stage for stage in self.later if isinstance(stage, FeatureCacheConfig)]
-        return [cache for cache in caches if self.config.name in cache.text_stages]
+        return [cache for cache in caches if config.name in cache.text_stages]
 
     @property
     def _kept_layers(self) -> list[int]:
@@ -299,6 +308,8 @@ class GenerateStage(Stage[GenerateConfig]):
             ),
             directory=self.directory,
             ranks=Ranks.of(self.accelerator),
+            layers=self._kept_layers,
+            on_states=self._write_states,
             on_progress=lambda answered, note: bar.update(done + answered, note),
             say=lambda problem: self.reporter.say(f"  {problem}"),
         )
@@ -324,7 +335,8 @@ class GenerateStage(Stage[GenerateConfig]):
         answers |= dict(zip(row_ids, outputs, strict=True))
         if states:
             texts = [prompt + answer for prompt, answer in zip(prompts, outputs, strict=True)]
-            self._write_states(part, answers, dict(zip(row_ids, texts, strict=True)), states)
+            read = zip(row_ids, texts, strict=True)
+            self._write_states(part, answers, {row: (text, states[row]) for row, text in read})
         write_answers(
             part.directory,
             (
@@ -340,25 +352,26 @@ class GenerateStage(Stage[GenerateConfig]):
         self,
         part: AnswerPart,
         answers: Mapping[int, list[int]],
-        read: Mapping[int, list[int]],
-        states: Mapping[int, Mapping[int, Tensor]],
+        kept: Mapping[int, tuple[list[int], dict[int, Tensor]]],
     ) -> None:
         """Write the states that a part's rows have, as a later stage looks for them: those of the
-        samples that a training has of their answers. read: what the target read of a row."""
+        samples that a training has of their answers. kept: what the target read of a row, and its
+        states."""
         names, stored = list[tuple[str, str]](), defaultdict[int, list[Tensor]](list)
         cache = max(self._readers, key=lambda cache: cache.max_length)
         longest = min(cache.max_length, self.target.max_positions)
         for row, (example, number) in zip(part.keys, part.jobs, strict=True):
-            if row not in states:
+            if row not in kept:
                 continue
+            read, states = kept[row]
             sample = self.corpus.answered(example, self.config.name, number, answers[row])
             if len(sample.tokens) > longest and cache.on_long == "drop":
                 continue
             sample = sample.cut(longest)
             length = len(sample.tokens)
-            row_states = {layer: x[:length] for layer, x in states[row].items()}
+            row_states = {layer: x[:length] for layer, x in states.items()}
             complete = all(len(x) == length for x in row_states.values())
-            if any(sample.mask) and complete and sample.tokens == read[row][:length]:
+            if any(sample.mask) and complete and sample.tokens == read[:length]:
                 names.append((sample.id, text_sha256(sample.tokens, sample.mask)))
                 for layer, x in row_states.items():
                     stored[layer].append(x)

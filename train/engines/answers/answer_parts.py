@@ -2,8 +2,13 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
@@ -11,11 +16,21 @@ from train.data.corpus import Corpus, write_answers
 from train.data.read import Example, spread
 from train.engines.answers.check_model import check_model
 from train.engines.answers.known_parts import AnswerPart
-from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, WantedAnswer
+from train.engines.answers.protocols import (
+    Answer,
+    AnswerReader,
+    AskSettings,
+    WantedAnswer,
+    request_name,
+)
 from train.engines.ask_servers import REFUSED, UNANSWERED, ask_servers
 from train.engines.launch import engine_in_words, launched
+from train.engines.states.answer_states import SPARE_TOKENS, AnswerStates
+from train.engines.states.open_states import MODULES, shared_files
 from train.measure.ranks import Ranks
 from train.settings.server_config import ServerConfig
+
+Kept = tuple[list[int], dict[int, Tensor]]  # tokens that were read, and [n, H] by captured layer
 
 
 class PartWriter:
@@ -23,6 +38,7 @@ class PartWriter:
 
     on_progress: called with the number of rows that have an answer and the number of tokens, both
     of this process. A row that a journal has counts as answered, and its tokens do not count.
+    on_whole: called with a part whose answers have all come, before it is written.
     """
 
     def __init__(
@@ -31,9 +47,10 @@ class PartWriter:
         parts: Sequence[AnswerPart],
         max_unusable: float,
         on_progress: Callable[[int, int], None],
+        on_whole: Callable[[AnswerPart], None],
     ) -> None:
         self._corpus, self._parts, self._max_unusable = corpus, parts, max_unusable
-        self._on_progress = on_progress
+        self._on_progress, self._on_whole = on_progress, on_whole
         self._open: dict[int, AnswerPart] = {}  # by row number
         self._answered = self.tokens = 0
 
@@ -79,6 +96,7 @@ class PartWriter:
                 "server.max_unusable to leave them out, or delete its open answers "
                 f"({part.journal.path}) to ask again"
             )
+        self._on_whole(part)
         rows = [
             {
                 "id": example.id,
@@ -113,6 +131,8 @@ def write_server_parts(
     *,
     directory: Path,
     ranks: Ranks,
+    layers: Sequence[int],
+    on_states: Callable[[AnswerPart, Mapping[int, list[int]], Mapping[int, Kept]], None],
     on_progress: Callable[[int, str], None],
     say: Callable[[str], None],
 ) -> int:
@@ -121,7 +141,8 @@ def write_server_parts(
 
     examples: all that the stage asks, also those of finished parts. directory: the directory of the
     stage. ranks: the processes that share each server's `concurrency`, and an engine that is
-    started.
+    started. layers: those whose hidden states a started vLLM writes. on_states: called with a part,
+    its answers and the states of its rows, before the part is written.
     on_progress: called with the number of answered rows and a note. say: called with the engine
     that is started, and with the name of a server that is lost. Raises UserError; then every answer
     that has come is in a journal.
@@ -130,23 +151,42 @@ def write_server_parts(
     if not any(ranks.gather(bool(parts)) if config.launch else [parts]):
         return 0
     longest = 0
-    if config.launch and ranks.is_main:  # it starts the engine
-        longest = max(len(corpus.prompts([example])[0]) for example in examples)
+    if config.launch:
+        longest = ranks.main_only(lambda: max(map(len, corpus.prompts(examples))))
+    limit = longest + settings.max_new_tokens
+    if layers and limit + SPARE_TOKENS > target.max_positions:
+        say(f"a text may fill the target's {target.max_positions} positions, so no states are kept")
+        layers = []
     begin = time.perf_counter()
 
     def progress(answered: int, tokens: int) -> None:
         on_progress(answered, f"{tokens / (time.perf_counter() - begin):.0f} tokens/s")
 
-    reader = AnswerReader.of_target(target, settings)
-    writer = PartWriter(corpus, parts, config.max_unusable, progress)
-    limit = longest + settings.max_new_tokens
-    if config.launch and ranks.is_main:
-        say(engine_in_words(config))
-    with launched(config, target, limit, directory, ranks) as urls:
+    with ExitStack() as stack:
+        engine, asked = dict[str, Any](), settings
+        states: AnswerStates | None = None
+        if layers:
+            limit += SPARE_TOKENS
+            files = stack.enter_context(shared_files(directory, ranks))
+            states = AnswerStates(target, layers, files, limit, config.timeout_seconds)
+            engine = {"options": states.options, "modules": MODULES}
+            asked = replace(settings, whole_in=target.max_positions)
+
+        def keep(part: AnswerPart) -> None:
+            if states is not None:
+                found = {row: states.take(request_name(row)) for row in part.keys}
+                answers = {row: answer.tokens for row, answer in part.answers.items()}
+                on_states(part, answers, {row: kept for row, kept in found.items() if kept})
+
+        if config.launch and ranks.is_main:
+            say(engine_in_words(config))
+        urls = stack.enter_context(launched(config, target, limit, directory, ranks, **engine))
         if config.probe_prompts and parts:
             probes = corpus.prompts(spread(examples, config.probe_prompts))
             check_model(urls, probes, target, config, settings)
+        reader = AnswerReader.of_target(target, asked)
+        writer = PartWriter(corpus, parts, config.max_unusable, progress, keep)
         begin = time.perf_counter()
         concurrency = max(1, config.concurrency // ranks.world)
-        ask_servers(urls, writer.rows(), config, settings, reader, writer.add, concurrency, say)
+        ask_servers(urls, writer.rows(), config, asked, reader, writer.add, concurrency, say)
     return writer.tokens

@@ -24,11 +24,18 @@ class WantedAnswer:
     prompt: list[int]
 
 
+def request_name(number: int) -> str:
+    """What vLLM calls the request for a row, if it writes hidden states."""
+    return f"row{number}"
+
+
 @dataclass(frozen=True)
 class AskSettings:
     """What all requests have in common. logprobs: how many log-probabilities are wanted for each
-    token. model: the server's name for it. alone: requests come one at a time; a server
-    with places for several uses one of them, and nothing that it keeps of other prompts."""
+    token. model: the server's name for it. whole_in: the positions of a target whose vLLM is to
+    read the last token of each text too; the text goes on for that. alone: requests come one at a
+    time; a server with places for several uses one of them, and nothing that it keeps of other
+    prompts."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -36,6 +43,7 @@ class AskSettings:
     eos_token_ids: tuple[int, ...]
     logprobs: int = 0
     model: str | None = None
+    whole_in: int | None = None
     alone: bool = False
 
     def row_seed(self, row: WantedAnswer) -> int:
@@ -111,6 +119,18 @@ class Completions(Protocol):
                 if settings.logprobs
                 else {}
             ),
+            **(self._whole(row, settings, settings.whole_in) if settings.whole_in else {}),
+        }
+
+    def _whole(self, row: WantedAnswer, settings: AskSettings, positions: int) -> dict[str, Any]:
+        ends = list(settings.eos_token_ids)
+        return {
+            "request_id": request_name(row.number),
+            "max_tokens": min(settings.max_new_tokens + 1, positions),
+            "stop_token_ids": [],
+            "ignore_eos": True,
+            # The connector stops a text behind these ids.
+            "kv_transfer_params": {"include_output_tokens": True, "end_token_ids": ends},
         }
 
     def read(self, reply: dict[str, Any]) -> Reply:
@@ -237,6 +257,10 @@ class AnswerReader:
                 f"{self.vocab_size - 1}; start the server with the run's target"
             )
         ends, longest = set(self.settings.eos_token_ids), self.settings.max_new_tokens
+        if self.settings.whole_in:
+            tokens = tokens[: next((i + 1 for i, x in enumerate(tokens) if x in ends), longest)]
+            tokens = tokens[:longest]
+            reason = "length" if ends.isdisjoint(tokens) else "stop"
         if reason == "stop" and (not tokens or tokens[-1] not in ends):
             end = self._end(reply)
             if end is None:

@@ -39,7 +39,7 @@ from train.engines.ask_servers import (
     Unanswered,
     excerpt,
 )
-from train.engines.states.served_states import file_bytes
+from train.engines.states.served_states import EngineLayers, file_bytes
 from train.settings.server_config import StatesServer
 
 PATH = "/v1/completions"
@@ -65,49 +65,52 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class StatesReader:
-    """Reads and checks files. layers: how many layers a token has. hidden_size, dtype: of the
-    target. ids: vLLM's ids of the layers, for messages."""
+    """Reads and checks files of these layers."""
 
-    layers: int
-    hidden_size: int
-    dtype: torch.dtype
-    ids: Sequence[int]
+    layers: EngineLayers
 
     def size(self, tokens: int) -> int:
         """The bytes of a file."""
-        return file_bytes(self.layers * self.hidden_size * self.dtype.itemsize, tokens)
+        layers = self.layers
+        return file_bytes(len(layers.ids) * layers.hidden_size * layers.dtype.itemsize, tokens)
 
     def read(self, path: Path, tokens: Sequence[int]) -> Tensor:
         """[n, L, H] in the target's dtype. Raises Unusable, or UserError for what would be the same
         again. All work is numpy's: a thread that computes with torch keeps OpenMP threads."""
-        try:
-            # Not mapped: a mapped file keeps its space on the disk after it is deleted.
-            tensors = load(path.read_bytes())
-            states, ids = tensors["hidden_states"], tensors["token_ids"]
-        except (OSError, SafetensorError, KeyError) as error:
-            if free_space(path.parent) < self.size(len(tokens)):
-                raise UserError(
-                    f"the disk of {path.parent} is full, so the server cannot write hidden states; "
-                    "free some space there, or choose another directory"
-                ) from error
-            raise Unusable(f"{path.name} is not complete ({error})") from error
-        seen = ids.tolist()
+        seen, states = self.load(path, len(tokens))
         if seen != list(tokens):
             reason = "are others than those sent"
             if seen == list(tokens[: len(seen)]):
                 reason = f"are {len(seen)} of {len(tokens)}; switch its prefix caching off"
             raise UserError(f"the tokens of the server's hidden states {reason}")
-        expected = (len(tokens), self.layers, self.hidden_size)
-        if tuple(states.shape) != expected or states.dtype != self.dtype:
+        return states
+
+    def load(self, path: Path, longest: int) -> tuple[list[int], Tensor]:
+        """The token ids of a file, and their states as `read` returns them. longest: the most
+        tokens that it may have."""
+        try:
+            # Not mapped: a mapped file keeps its space on the disk after it is deleted.
+            tensors = load(path.read_bytes())
+            states, ids = tensors["hidden_states"], tensors["token_ids"]
+        except (OSError, SafetensorError, KeyError) as error:
+            if free_space(path.parent) < self.size(longest):
+                raise UserError(
+                    f"the disk of {path.parent} is full, so the server cannot write hidden states; "
+                    "free some space there, or choose another directory"
+                ) from error
+            raise Unusable(f"{path.name} is not complete ({error})") from error
+        layers = self.layers
+        expected = (len(ids), len(layers.ids), layers.hidden_size)
+        if tuple(states.shape) != expected or states.dtype != layers.dtype:
             raise UserError(
                 f"the server's hidden states are {list(states.shape)} in {states.dtype}, expected "
-                f"{list(expected)} in {self.dtype}; start it with the run's target and dtype, and "
-                f"with eagle_aux_hidden_state_layer_ids {list(self.ids)}"
+                f"{list(expected)} in {layers.dtype}; start it with the run's target and dtype, "
+                f"and with eagle_aux_hidden_state_layer_ids {layers.ids}"
             )
-        kind, mask = _EXPONENT[self.dtype]
+        kind, mask = _EXPONENT[layers.dtype]
         if bool(np.any(states.view(kind).numpy() & mask == mask)):
             raise Unusable("they have infinities or NaN")
-        return states
+        return ids.tolist(), states
 
 
 class StatesClient(ServerClient):
@@ -165,7 +168,7 @@ class StatesClient(ServerClient):
             if request is None or request[0] not in self._given_up:
                 continue
             path = lock.with_name(lock.name.removesuffix(LOCK))
-            if _is_written(path) is False:
+            if is_written(path) is False:
                 rest.append(path)
             else:
                 delete(path)
@@ -240,7 +243,7 @@ class StatesClient(ServerClient):
         UserError if there is no lock after SEEN_SECONDS."""
         begin, pause = time.monotonic(), 0.001
         while True:
-            waited, written = time.monotonic() - begin, _is_written(path)
+            waited, written = time.monotonic() - begin, is_written(path)
             if written:
                 return
             if written is None and waited > SEEN_SECONDS:
@@ -374,7 +377,7 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + LOCK)
 
 
-def _is_written(path: Path) -> bool | None:
+def is_written(path: Path) -> bool | None:
     """Whether the server has written a file: then its lock is free. None: there is no lock. Raises
     UserError for a lock that cannot be tried."""
     try:

@@ -23,10 +23,11 @@ from train.data.stored_samples import StoredSamples
 from train.engines.ask_servers import Unanswered
 from train.engines.launch import engine_in_words, launched
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
-from train.engines.states.served_states import ServedStates, engine_ids, require_room
+from train.engines.states.served_states import EngineLayers, ServedStates, require_room
 from train.measure.ranks import Ranks
 from train.settings.server_config import StatesServer
 
+MODULES = Path(__file__).parent
 # ‖theirs − ours‖ ÷ ‖ours‖, the median over tokens: room for 16 bits and other kernels.
 MOST_OFF = 0.1
 
@@ -49,9 +50,8 @@ def served_states(
     start or answer, and if it runs another model.
     """
     ranks = Ranks.of(accelerator)
-    ids = engine_ids(target, layers)
-    size = target.model.config.get_text_config().hidden_size
-    reader = StatesReader(len(ids), size, target.dtype, ids)
+    engine_layers = EngineLayers(target, layers)
+    reader = StatesReader(engine_layers)
     longest = int(samples.lengths.max())
     share = config.max_bytes // ranks.world
     if longest >= target.max_positions:
@@ -62,8 +62,7 @@ def served_states(
         )
     require_room(reader.size(longest), longest, config.max_bytes, ranks.world)
     with ExitStack() as stack:
-        files = ranks.gather(ranks.together(lambda: _files(config, directory, ranks, stack)))[0]
-        assert files is not None, "the first rank has the directory"
+        files = ranks.together(lambda: _files(config, directory, ranks, stack))
         total = sum(reader.size(length) for length in samples.lengths.tolist())
         what = "hidden states on their way (features.server.max_gib)"
         ranks.together(lambda: require_space(files, min(total, config.max_bytes), what))
@@ -76,8 +75,8 @@ def served_states(
                 longest + 1,
                 directory,
                 ranks,
-                options=_vllm_options(ids, files),
-                modules=Path(__file__).parent,
+                options=vllm_options(engine_layers.ids, files),
+                modules=MODULES,
             )
         )
         # The same at the next start, which deletes what a kill leaves.
@@ -93,14 +92,18 @@ def served_states(
         concurrency = max(1, config.concurrency // ranks.world)
         servers = StatesServers(clients, reader, concurrency, share)
         ranks.together(lambda: stack.enter_context(servers))
-        source = ServedStates(servers.ask, target, layers, timed=timed, say=say, lost=servers.lost)
+        source = ServedStates(
+            servers.ask, target, engine_layers, timed=timed, say=say, lost=servers.lost
+        )
         if config.probe_samples:
             chosen = spread(samples, config.probe_samples)
-            ranks.together(lambda: _check(servers, source, chosen, target, layers, ranks))
+            ranks.together(lambda: _check(servers, chosen, target, engine_layers, ranks))
         yield source
 
 
-def _vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
+def vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
+    """The options of a vLLM that can import from MODULES and writes states to the directory
+    `files`. ids: its ids of their layers."""
     return {
         # Parts of a text that are read from a cache have no states.
         "enable_prefix_caching": False,
@@ -118,8 +121,8 @@ def _vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
     }
 
 
-def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack) -> Path | None:
-    """The directory of the files. None: the first rank has it."""
+def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack) -> Path:
+    """The directory of the files."""
     above = None if config.directory is None else from_home(config.directory)
     if config.launch is None:
         assert above is not None, "the config is checked"
@@ -129,11 +132,19 @@ def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack
                 "server's shared_storage_path"
             )
         return above
-    if not ranks.is_main:
-        return None
-    files = stack.enter_context(temporary((above or directory) / "states")).resolve()
-    files.mkdir(parents=True)
-    return files
+    return stack.enter_context(shared_files(above or directory, ranks))
+
+
+@contextmanager
+def shared_files(directory: Path, ranks: Ranks) -> Iterator[Path]:
+    """A directory for the files of an engine that the first rank starts, deleted at the end."""
+    with temporary(directory / "states") as files:
+
+        def made() -> Path:
+            files.mkdir(parents=True)
+            return files.resolve()
+
+        yield ranks.main_only(made)
 
 
 def _clean(files: Path, requester: str) -> None:
@@ -145,10 +156,9 @@ def _clean(files: Path, requester: str) -> None:
 
 def _check(
     servers: StatesServers,
-    source: ServedStates,
     samples: Sequence[Sample],
     target: Target,
-    layers: Sequence[int],
+    layers: EngineLayers,
     ranks: Ranks,
 ) -> None:
     """Raise UserError unless each server's states are the target's. The first rank asks. A sample
@@ -159,15 +169,15 @@ def _check(
     for sample in samples:
         batch = collate([sample], 0)
         tensors = inputs(batch, target.device)
-        ours = LiveFeatures(target.model, layers).features(
+        ours = LiveFeatures(target.model, layers.captured).features(
             tensors["input_ids"], tensors["attention_mask"], batch["ids"]
         )
         for url, states in servers.ask_each(sample):
             if isinstance(states, Unanswered):
                 unanswered[url].append(states)
                 continue
-            theirs = source.joined([states], target.device)
-            for layer in layers:
+            theirs = layers.joined([states], target.device)
+            for layer in layers.captured:
                 expected = ours[layer].float()
                 off = (theirs[layer].float() - expected).norm(dim=-1) / expected.norm(dim=-1)
                 if not float(off.median()) <= MOST_OFF:
@@ -175,7 +185,7 @@ def _check(
                         f"{url} does not give the hidden states of {target.name}: those of layer "
                         f"{layer} differ by {float(off.median()):.2f} of their length. Start it "
                         "with this model, and with eagle_aux_hidden_state_layer_ids "
-                        f"{engine_ids(target, layers)}"
+                        f"{layers.ids}"
                     )
     for problems in unanswered.values():
         if len(problems) == len(samples):

@@ -31,7 +31,7 @@ class ServedStates:
 
     ask: begins to ask for a sample's states, [n, L, H] in the target's dtype; None: no server
     answers this sample, so the target runs it here, now and in later epochs. layers: the captured
-    ones; L are those of `engine_ids`. timed(): a context around the time that the training waits.
+    ones. timed(): a context around the time that the training waits.
     say: called with the messages in `lost`, on servers and samples that fail.
     """
 
@@ -39,18 +39,13 @@ class ServedStates:
         self,
         ask: "Callable[[Sample], Future[Tensor | None]]",
         target: Target,
-        layers: Sequence[int],
+        layers: "EngineLayers",
         *,
         timed: Callable[[], AbstractContextManager[None]],
         say: Callable[[str], None],
         lost: deque[str],
     ) -> None:
         self._ask, self._target, self._layers = ask, target, layers
-        ids = engine_ids(target, layers)
-        # Of each captured layer among those of a file.
-        self._places = {layer: ids.index(engine_id(target, layer)) for layer in layers}
-        self._size: int = target.model.config.get_text_config().hidden_size
-        self._dtype, self._norm = target.dtype, last_norm(target) if FINAL in layers else None
         self._timed, self._say, self._lost = timed, say, lost
         self._round = self._number = -1
         self._asked: dict[int, list[Future[Tensor | None]]] = {}  # by batch
@@ -90,17 +85,15 @@ class ServedStates:
         with self._timed():
             futures = self._asked.pop(self._number)
             if not futures:  # a rank without rows still takes part in the step
-                shape = (*input_ids.shape, self._size)
-                empty = torch.zeros(shape, dtype=self._dtype, device=device)
-                return dict.fromkeys(self._places, empty)
+                rows, length = input_ids.shape
+                return self._layers.joined([self._layers.empty(length)] * rows, device)
             served = [future.result() for future in futures]
             self._say_all()
             missing = [row for row, states in enumerate(served) if states is None]
             lengths = attention_mask.sum(1).tolist()
-            shape = len(set(self._places.values())), self._size
-            features = self.joined(
+            features = self._layers.joined(
                 [
-                    torch.zeros(length, *shape, dtype=self._dtype) if states is None else states
+                    self._layers.empty(length) if states is None else states
                     for states, length in zip(served, lengths, strict=True)
                 ],
                 device,
@@ -119,8 +112,23 @@ class ServedStates:
                 "process; leave it out of the data. The newest checkpoint is kept"
             )
         self._unanswered.add(sample)
-        live = LiveFeatures(self._target.model, self._layers)
+        live = LiveFeatures(self._target.model, self._layers.captured)
         return live.features(tokens, torch.ones_like(tokens), [sample])
+
+
+class EngineLayers:
+    """Captured layers of a target as vLLM has them. ids: vLLM's, in the order of a file."""
+
+    def __init__(self, target: Target, captured: Sequence[int]) -> None:
+        self.captured, self.ids = captured, engine_ids(target, captured)
+        # Of each captured layer among those of a file.
+        self._places = {layer: self.ids.index(engine_id(target, layer)) for layer in captured}
+        self.hidden_size: int = target.model.config.get_text_config().hidden_size
+        self.dtype, self._norm = target.dtype, last_norm(target) if FINAL in captured else None
+
+    def empty(self, tokens: int) -> Tensor:
+        """Zeros in place of a file's states, [n, L, H]."""
+        return torch.zeros(tokens, len(self.ids), self.hidden_size, dtype=self.dtype)
 
     @torch.no_grad()
     def joined(self, states: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
@@ -170,7 +178,8 @@ def last_norm(target: Target) -> nn.Module:
     norms = [x for name, x in parent.named_children() if name in NORMS] if parent else []
     if len(norms) != 1:
         raise UserError(
-            f"features.server cannot be used with {type(target.model).__name__}: the norm after "
-            "its last layer is not known; use features: live"
+            f"vLLM's hidden states cannot be used with {type(target.model).__name__}: the norm "
+            "after its last layer is not known; use features: live, or for answers "
+            "server.options: {enable_prefix_caching: true}, which keeps none"
         )
     return norms[0]

@@ -1,6 +1,7 @@
 """Writes hidden states from inside vLLM. vLLM loads this file; it must not import ours.
 
-vLLM's own connector needs CUDA. This one does the same on a CPU, and leaves everything else to it.
+vLLM's own connector needs CUDA. This one does the same on a CPU. It also lets an answer go on for
+one token after its end, because vLLM has no states of a text's last token. All else is vLLM's.
 """
 
 from functools import partial
@@ -33,7 +34,33 @@ class _Done:
 
 class StatesConnector(ExampleHiddenStatesConnector):
     """Writes a safetensors file for each request: `hidden_states` [n, layers, H] and `token_ids`
-    [n]. The file beside it that ends in `.lock` is locked until the first one is complete."""
+    [n]. The file beside it that ends in `.lock` is locked until the first one is complete.
+
+    A request that ignores its end and has `end_token_ids` in its `kv_transfer_params` ends after
+    the step that reads one of these ids.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._answering: dict[str, Any] = {}  # requests, by id
+
+    def update_state_after_alloc(self, request: Any, *args: Any) -> None:
+        super().update_state_after_alloc(request, *args)
+        if (request.kv_transfer_params or {}).get("end_token_ids"):
+            self._answering[request.request_id] = request
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """vLLM calls this for each step, when it has chosen the step's requests."""
+        for request in self._answering.values():
+            ends = request.kv_transfer_params["end_token_ids"]
+            # One step gives two tokens at most. Other steps may be on their way.
+            if not set(ends).isdisjoint(request.output_token_ids[-2:]):
+                request.max_tokens = request.num_output_tokens + 1
+        return super().build_connector_meta(scheduler_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        self._answering.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """vLLM calls this once, before any request. Raises RuntimeError on a CPU if vLLM's own
