@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from decode.base.device import Clock, to_device
+from decode.base.clock import Clock
+from decode.base.device import to_device
 from decode.base.errors import MemoryShortage, UserError
 from decode.draft import Draft, Limits
 from decode.draw.logprobs import TokenLogprob, token_logprobs
