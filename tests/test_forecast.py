@@ -25,6 +25,7 @@ from draftsmith.forecast.answer import (
     Range,
     Speed,
     advice,
+    losers,
     read_forecast,
 )
 from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
@@ -160,6 +161,7 @@ def test_a_small_run_has_a_part_of_the_text_and_of_the_steps(
     assert (bare.stages[0].max_new_tokens, bare.stages[1].loop.max_steps) == (16, 1)
 
 
+WHERE = "with 1 text of 256 tokens at a time"
 COSTS = Costs(0.1, 1, 0.1, (1, 2), (1.0, 1.1))
 
 
@@ -187,6 +189,9 @@ def test_the_advice_follows_the_intervals(
 ) -> None:
     lines = [replace(line("heads", True, *heads), enough=50), line("ngram", False, *lookup)]
     assert advice(lines, 200).startswith(said)
+    slow = [name for name, (low, high) in (("heads", heads), ("ngram", lookup)) if low + high < 2]
+    expected = [f"probably slower than plain decoding {WHERE}: {', '.join(slow)}"]
+    assert losers(lines) == (expected if slow else [])
     lines[0] = replace(lines[0], enough=200)
     assert advice(lines, 200).startswith(said.replace("50 of", "all"))
 

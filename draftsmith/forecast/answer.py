@@ -211,6 +211,15 @@ def advice(lines: Sequence[Line], rows: int, *, narrower: bool = True) -> str:
     return f"not certain: {best} would gain {own} {place}{beside}{more}"
 
 
+def losers(lines: Sequence[Line]) -> list[str]:
+    """A sentence that names the drafters that probably lose, at the first load and length."""
+    gains = [(line, cell) for line in lines for cell in line.cells[:1] if cell.speedup is not None]
+    lose = [line.name for line, cell in gains if cell.speedup and cell.speedup.value < 1]
+    if not lose:
+        return []
+    return [f"probably slower than plain decoding {gains[0][1].where}: {', '.join(lose)}"]
+
+
 def engine_advice(lines: Sequence[Line]) -> list[str]:
     """A sentence about each drafter in the user's engine, at the first load and length."""
     found = []

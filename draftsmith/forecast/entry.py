@@ -19,7 +19,15 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
-from draftsmith.forecast.answer import EngineCell, Forecast, Line, Range, advice, engine_advice
+from draftsmith.forecast.answer import (
+    EngineCell,
+    Forecast,
+    Line,
+    Range,
+    advice,
+    engine_advice,
+    losers,
+)
 from draftsmith.forecast.curve import Point, acceptance_at, tokens_per_step
 from draftsmith.forecast.engine_speed import ServedDrafter, measure_engines
 from draftsmith.forecast.pilots import (
@@ -166,7 +174,7 @@ def forecast(
         spent=time.perf_counter() - start,
         lines=lines,
         advice=advice(lines, total, narrower=more is not None),
-        notes=notes + _curve_notes(pilots, total, minutes) + engine_advice(lines),
+        notes=notes + _curve_notes(pilots, total, minutes) + losers(lines) + engine_advice(lines),
         afterwards=afterwards,
     )
     if pilots or not file.is_file():  # costs alone are no forecast that a report shows
