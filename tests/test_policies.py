@@ -915,7 +915,7 @@ def test_heads_that_become_good_come_back_beside_lookup(kind: type[CostModel]) -
     early, late = (sum(a < at < a + 200 for at, *_ in taken) for a in (100, 400))
     # A probe of a drafter that is this quick costs little.
     assert sum(100 < at < 300 for at in both[1].asked) < 0.25 * early
-    assert sum(400 < at < 600 for at in both[1].asked) > 0.9 * late
+    assert sum(400 < at < 600 for at in both[1].asked) > 0.85 * late
 
 
 @by_costs
