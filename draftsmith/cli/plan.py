@@ -74,9 +74,8 @@ def print_plan(run: Run, reporter: Reporter, speed: str | None, json_file: Path 
     speeds = read_speeds(speed) if speed else {}
     examples = run.read_data()
     plans = run.plan(examples)
-    evaluated = run.config.evaluation.stages
-    judged = [plan for name, _, plan in plans if evaluated is None or name in evaluated]
-    whole = ("evaluation", "evaluation", planned_evaluation(run.config, judged, examples))
+    named = {name: plan for name, _, plan in plans}
+    whole = ("evaluation", "evaluation", planned_evaluation(run.config, named, examples))
     entries = [
         _Entry(name, kind, plan, seconds_of(name, kind, plan, speeds))
         for name, kind, plan in (*plans, whole)

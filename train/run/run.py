@@ -39,6 +39,7 @@ from train.base.provenance import TIME, describe_process
 from train.base.run_files import TEXT, TEXTS, stage_directory
 from train.base.shared_disk import require_shared
 from train.base.stage import StageInputs, StagePlan, StageResult
+from train.base.time_left import TimeLeft
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
 from train.data.read import Example, spread
@@ -53,6 +54,7 @@ from train.run.config import RunConfig, differences, dump_config
 from train.run.config_checks import validate_config
 from train.run.run_data import RunData, RunReader, open_rows
 from train.run.run_evaluation import RunEvaluation
+from train.run.run_parts import run_parts
 from train.settings.schema import StageConfig
 from train.stages import STAGES
 
@@ -98,7 +100,7 @@ class Run:
             max_bad_rate=data.max_bad_rate,
             ranks=ranks,
             say=self.reporter.say,
-            bar=self.reporter.bar,
+            bar=partial(self.reporter.bar, whole=False),
         )
 
     @property
@@ -304,6 +306,8 @@ class Run:
             require_trees(target.model)
         plans = self.plan(examples)
         Ranks.of(self.accelerator).main_only(lambda: self._require_space(plans))
+        named = {name: plan for name, _, plan in plans}
+        self.reporter.time_left = TimeLeft(run_parts(self.config, named, examples, target.model))
 
     def _require_space(self, plans: Sequence[tuple[str, str, StagePlan]]) -> None:
         """Raise UserError if the disk lacks space for what the stages have not written yet."""
@@ -431,11 +435,17 @@ class Run:
 
         if stored := Ranks.of(self.accelerator).main_only(read):
             self.reporter.say(f"stage {settings.name}: done")
+            summary = stored["summary"]
+            # Those of a training are of all its starts.
+            seconds = (summary.get("training") or summary).get("training_seconds")
+            seconds = seconds or summary.get("seconds")
+            self.reporter.time_left.skip(settings.kind, settings.name, seconds)
             drafter = directory / "drafter" if stored["drafter"] else None
             target = directory / "target" if stored.get("target") else None
             self._drop_checkpoints(directory)
             return StageResult(drafter, stored["summary"], target)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
+        self.reporter.time_left.begin(settings.kind, settings.name)
         begin = time.perf_counter()
         own_peak = restart_peak()
         if self.accelerator.is_main_process:
