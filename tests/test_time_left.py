@@ -120,7 +120,7 @@ def lines_of(run: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_a_run_says_what_is_left_of_it_from_its_first_stage_on_and_again_when_it_goes_on(
+def test_a_run_says_what_is_left_of_it_from_its_first_stage_on_and_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("train.base.console.LOG_EVERY_SECONDS", -1.0)
@@ -131,6 +131,7 @@ def test_a_run_says_what_is_left_of_it_from_its_first_stage_on_and_again_when_it
         [line for line in lines if f"  {what}" in line]
         for what in ("evaluating before", "generating", "training")
     )
+    assert any("products on cpu: trainings in float32;" in line for line in lines)
     assert not any("left of the run" in line for line in evaluating)
     assert any(line.endswith("about 1 min left of the run") for line in generating)
     assert any(line.endswith("about 1 min left of the run") for line in training)

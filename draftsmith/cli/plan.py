@@ -91,6 +91,7 @@ def print_plan(run: Run, reporter: Reporter, speed: str | None, json_file: Path 
     reporter.table(table(title, COLUMNS, map(_cells, entries), left=len(COLUMNS)))
     reporter.table(_memory_table(stages))
     reporter.say(space.in_words(run.config.target.sharded))
+    reporter.say(run.precision_in_words)
     if run.accelerator.is_main_process:
         write_json(json_file, _figures(stages, evaluation, space))
     if space.disk > space.free:

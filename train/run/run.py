@@ -45,6 +45,7 @@ from train.data.corpus import Corpus
 from train.data.read import Example, spread
 from train.data.template import set_moment
 from train.data.text_files import Texts
+from train.loop.accelerator import precision_in_words
 from train.loop.compiling import compiling
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
@@ -242,8 +243,10 @@ class Run:
         examples: Splits = {**data.splits}
         self._say_read(data)
         ranks.main_only(lambda: self._require_same_run(fingerprints))
-        self._require_ready(examples)
+        unfinished = self._require_ready(examples)
         ranks.main_only(lambda: self.prepare(fingerprints, stored))
+        if unfinished:
+            self.reporter.say(self.precision_in_words)
         start_trackers(
             self.accelerator,
             self.config.tracking,
@@ -292,12 +295,19 @@ class Run:
             plans[settings.name] = STAGES[settings.kind](settings, inputs).plan(plans)
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
-    def _require_ready(self, examples: Splits) -> None:
+    @property
+    def precision_in_words(self) -> str:
+        """In what the run's matrix products are computed."""
+        precision = self.accelerator.mixed_precision
+        return precision_in_words(self._rank_device, precision, self.target.dtype)
+
+    def _require_ready(self, examples: Splits) -> bool:
         """Check everything that could stop a stage or the evaluation of its drafter, before the
-        first stage: a run must not fail after hours for a reason that was known at the start."""
+        first stage: a run must not fail after hours for a reason that was known at the start.
+        Returns whether a stage is not done."""
         records = [self.stage_directory(stage.name) / DONE for stage in self.config.stages]
         if Ranks.of(self.accelerator).main_only(lambda: all(map(Path.exists, records))):
-            return
+            return False
         settings, target = self.config.evaluation, self.target
         asked = self.corpus(examples).asked(settings.split)
         self.prompts(spread(asked, settings.prompts))
@@ -308,6 +318,7 @@ class Run:
         Ranks.of(self.accelerator).main_only(lambda: self._require_space(plans))
         named = {name: plan for name, _, plan in plans}
         self.reporter.time_left = TimeLeft(run_parts(self.config, named, examples, target.model))
+        return True
 
     def _require_space(self, plans: Sequence[tuple[str, str, StagePlan]]) -> None:
         """Raise UserError if the disk lacks space for what the stages have not written yet."""
