@@ -298,8 +298,8 @@ class _MeteredReporter(Reporter):
         self.meter = meter
 
     @contextmanager
-    def bar(self, what: str, total: int) -> Iterator[Bar]:
-        with super().bar(what, total) as bar:
+    def bar(self, what: str, total: int, *, whole: bool = True) -> Iterator[Bar]:
+        with super().bar(what, total, whole=whole) as bar:
             yield _MeteredBar(bar, self.meter)
 
 

@@ -195,7 +195,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 for example in self.corpus.examples.get(split, ())
                 for text in example.user_texts()
             ]
-            with self.reporter.bar("writing prompts", config.self_prompts) as bar:
+            with self.reporter.bar("writing prompts", config.self_prompts, whole=False) as bar:
                 written = write_prompts(
                     self.target,
                     self.corpus.system,
