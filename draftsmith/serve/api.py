@@ -155,7 +155,7 @@ class Service:
 
     async def _count(self, request: Request) -> Response:
         read = await self.reader.read(COUNT, await self._body(request, LONGEST_BODY))
-        return JSONResponse({"input_tokens": sum(map(len, read.prompts))})
+        return JSONResponse({"input_tokens": sum(map(len, read.job.prompts))})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described_model()]})
@@ -234,7 +234,7 @@ class Service:
             self.settings.fingerprint,
             read,
             running.choices,
-            self.settings.lossy_for(read.sampling),
+            self.settings.lossy_for(read.job.sampling),
         )
         return await running.answer(request, answer)
 

@@ -113,15 +113,14 @@ class RequestBatcher(Batcher[AnswerChoice]):
         """Let the texts of a request wait for rows. Raises Refusal if there is no place, and
         UserError for prompts and settings that cannot be decoded."""
         lm = self.decoder.lm
-        prompts = [choice.prompt for choice in request.choices]
-        require_prompts(prompts, lm.max_positions, self.decoder.vocab_size)
+        job, texts = request.job, len(request.choices)
+        require_prompts(job.prompts, lm.max_positions, self.decoder.vocab_size)
         settings = request.settings(request.choices[0], self._draft_temperature)
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
-        if request.stops:
-            request.stop = StopStrings(self._tokenizer, request.stops)
-        tokens = sum(len(prompt) for prompt in each_once(prompts))
+        if job.stops:
+            request.stop = StopStrings(self._tokenizer, job.stops)
         with self._changed:
-            self.require_room(len(prompts), tokens)
+            self.require_room(texts, sum(map(len, job.prompts)))
             self._waiting.extend(request.choices)
             self._unsent.add(request)
             self._changed.notify()
@@ -242,7 +241,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         """Give rows to texts of one request that wait. They have the same prompt."""
         now, first, request = time.monotonic(), texts[0], texts[0].request
         settings = request.settings(first, self._draft_temperature)
-        left = request.max_new_tokens - len(first.tokens)
+        left = request.job.new_tokens - len(first.tokens)
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.text, left, samples, settings):
             return
@@ -317,7 +316,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             choice.steps += 1
             choice.versions = (choice.versions[0], self.drafter_version)
             if self.lossy is not None:
-                choice.lossy = self.lossy(choice.request.sampling) or choice.lossy
+                choice.lossy = self.lossy(choice.request.job.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
 
@@ -325,7 +324,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         """Keep what the pass drafted for the texts whose requests are traced."""
         for index, row in enumerate(step.rows.tolist()):
             choice = self._rows[row]
-            if choice.request.trace:
+            if choice.request.job.trace:
                 choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
 
     def _hand_out(self) -> None:

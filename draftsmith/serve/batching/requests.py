@@ -41,6 +41,38 @@ class Refusal(Exception):
         return cls("failed", f"the decode could not go on: {error}")
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a request asks of the decode. prompts: token ids. new_tokens: the most new tokens of
+    each text. texts: of each prompt. seed: None: any. stops: strings that end a text. logprobs,
+    label: as in `RowSettings`. trace: keep what was drafted. store: its sender allows that the
+    service learns from it."""
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    sampling: Sampling
+    texts: int = 1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    trace: bool = False
+    store: bool = False
+    label: str | None = None
+
+    def choices(self, random_bits: Callable[[int], int]) -> list["AnswerChoice"]:
+        """The texts, before they begin. random_bits: makes seeds."""
+        choices = list[AnswerChoice]()
+        for prompt in self.prompts:
+            # Equal prompts of one request get different texts, unless it names a seed.
+            seed = random_bits(62) if self.seed is None else self.seed
+            choices += [
+                AnswerChoice(len(choices) + sample, prompt, seed, sample)
+                for sample in range(self.texts)
+            ]
+        return choices
+
+
 @dataclass(eq=False)
 class AnswerChoice:
     """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
@@ -78,14 +110,14 @@ class AnswerChoice:
     def end(self, max_positions: int, eos: Collection[int]) -> None:
         """Say why the text has ended. max_positions: the max positions of the target. eos: its
         ids."""
-        request, last = self.request, self.tokens[-1]
+        job, stop, last = self.request.job, self.request.stop, self.tokens[-1]
         room = max_positions - len(self.prompt)
-        stopped = len(self.tokens) < min(request.max_new_tokens, room)
-        stopped = stopped or (not request.ignore_eos and last in eos)
-        stopped = stopped or last in request.sampling.stop_token_ids
+        stopped = len(self.tokens) < min(job.new_tokens, room)
+        stopped = stopped or (not job.ignore_eos and last in eos)
+        stopped = stopped or last in job.sampling.stop_token_ids
         # The last token that a text may have can also be the end of a stop string.
-        if not stopped and request.stop is not None:
-            stopped = request.stop.ends(self.tokens)
+        if not stopped and stop is not None:
+            stopped = stop.ends(self.tokens)
         self.reason = "stop" if stopped else "length"
 
 
@@ -110,23 +142,13 @@ Event = NewTokens | Refusal
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """Texts that are asked for together. max_new_tokens: the most new tokens of each. stops:
-    strings that end a text, which `RequestBatcher.submit` makes `stop` of.
-    logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
-    decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
-    store: its sender allows that the service learns from it. begun: when the last of its texts got
-    a row; None: they all wait."""
+    """A job, and its texts on their way. deliver: called in the decoding thread with each event,
+    never after `cancel` has been seen or a refusal delivered. begun: when the last of its texts got
+    a row; None: they all wait. stop: of the job's stop strings, made by `RequestBatcher.submit`."""
 
+    job: Job
     choices: list[AnswerChoice]
-    max_new_tokens: int
-    sampling: Sampling
     deliver: Callable[[Event], None]
-    stops: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    trace: bool = False
-    store: bool = False
-    label: str | None = None
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: float | None = None
@@ -138,18 +160,18 @@ class DecodeRequest:
 
     def settings(self, choice: AnswerChoice, draft_temperature: float | None) -> RowSettings:
         """Of a text's row. draft_temperature: None: as the text's."""
-        drafts = None
+        job, drafts = self.job, None
         if draft_temperature is not None:
-            drafts = replace(self.sampling, temperature=draft_temperature)
+            drafts = replace(job.sampling, temperature=draft_temperature)
         # Tokens that it has got already are a part of the prompt now.
         return RowSettings(
-            self.sampling,
+            job.sampling,
             choice.seed,
             self.stop,
-            self.ignore_eos,
-            self.logprobs,
+            job.ignore_eos,
+            job.logprobs,
             drafts,
-            self.label,
+            job.label,
             len(choice.tokens),
         )
 

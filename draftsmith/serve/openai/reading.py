@@ -14,6 +14,7 @@ from decode.base.threads import run_in_thread
 from decode.draw.sampling import Sampling
 from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
+from draftsmith.serve.batching.requests import Job
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
 from draftsmith.serve.openai.asked import Asked, Tooled
 from draftsmith.serve.openai.contract import Contract, parse
@@ -103,13 +104,11 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class Read:
-    """A request that can be answered: its prompts as token ids, how its texts are drawn, how many
-    tokens a text may have, and what reads the calls of its answers, if it has tools."""
+    """A request that can be answered: what it asks for, its job for the decode, and what reads the
+    calls of its answers, if it has tools."""
 
     asked: Asked
-    prompts: list[list[int]]
-    sampling: Sampling
-    new_tokens: int
+    job: Job
     calls: Calls | None = None
 
 
@@ -142,7 +141,8 @@ class BodyReader:
         if form is None:
             return read
         grammar = await self._beside(lambda: self._compiled(form))
-        return replace(read, sampling=replace(read.sampling, grammar=grammar))
+        sampling = replace(read.job.sampling, grammar=grammar)
+        return replace(read, job=replace(read.job, sampling=sampling))
 
     async def _beside(self, call: Callable[[], T]) -> T:
         """The result of a call in a thread, one at a time."""
@@ -176,8 +176,20 @@ class BodyReader:
             ids = [prompt_ids(prompt, tokenizer, **asked.template) for prompt in prompts]
         except UserError as error:
             raise refused(error, asked.asks) from None
-        new_tokens = self.limits.new_tokens(asked, max(map(len, ids)))
-        return Read(asked, ids, sampling, new_tokens, calls)
+        job = Job(
+            ids,
+            self.limits.new_tokens(asked, max(map(len, ids))),
+            sampling,
+            asked.texts,
+            asked.seed,
+            asked.stops,
+            asked.ignore_eos,
+            asked.likeliest,
+            asked.draftsmith.trace,
+            asked.store,
+            asked.draftsmith.label,
+        )
+        return Read(asked, job, calls)
 
     def _calls(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Calls | None:
         """Reads the calls of an answer, if it may have some."""
