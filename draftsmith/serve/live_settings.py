@@ -24,7 +24,8 @@ from decode.loop.decoding import Decoding
 from decode.loop.parts import Parts
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, partition_drafters
-from decode.rules import RULES, Rule, used_rule
+from decode.rules import RULES, Rule
+from decode.rules.exact import used_rule
 from decode.rules.lossy_speculative import Lenience
 from decode.settings import DecodeSettings
 from draftsmith.serve.adapter_routes import AdapterRoutes

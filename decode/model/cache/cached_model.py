@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.long_read import LongRead, Part
+from decode.model.cache.long_read import LongRead, ReadPart
 from decode.model.cache.pass_size import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
 from decode.model.cache.real_tokens import Listed, RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
@@ -257,7 +257,7 @@ class CachedLM(CachedRows):
         contexts: Contexts,
         draft: Draft,
         counts: np.ndarray | None = None,
-        beside: Sequence[Part] = (),
+        beside: Sequence[ReadPart] = (),
     ) -> Tensor | Listed:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
         [B, N+1, V], or those of the tokens that were fed. counts: int [B], how many of these
@@ -292,11 +292,11 @@ class CachedLM(CachedRows):
         start: np.ndarray,
         counts: np.ndarray,
         ancestors_BNN: Tensor | None,
-        parts: Sequence[Part],
+        parts: Sequence[ReadPart],
     ) -> Listed:
         """One pass over these tokens, and parts of texts behind them in the list."""
         rows, n = ids_BN.shape
-        every = [Part(slice(0, rows), ids_BN, start, counts, lambda *_: None), *parts]
+        every = [ReadPart(slice(0, rows), ids_BN, start, counts, lambda *_: None), *parts]
         lists = [RealTokens(part.counts, part.ids.shape[1], self.device) for part in every]
         # One column more than any row has, so the pass is a list.
         width = max(part.ids.shape[1] for part in every) + 1
