@@ -25,13 +25,12 @@ from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
 from draftsmith.net.limits import ServerLimits
 from draftsmith.net.page import OPEN, page_routes
-from draftsmith.serve.anthropic.key_header import KeyHeader
 from draftsmith.serve.anthropic.messages_answer import MessagesAnswer, as_anthropic
 from draftsmith.serve.anthropic.messages_request import COUNT, MESSAGES
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import Settings
-from draftsmith.serve.middleware import RequestIds
+from draftsmith.serve.middleware import KeyHeader, RequestIds
 from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from draftsmith.serve.openai.api_errors import refused
 from draftsmith.serve.openai.contract import Contract, parse

@@ -19,7 +19,7 @@ from decode.stop_strings import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.net.few_lines import server_logger
-from draftsmith.serve.batching.metrics import Metrics
+from draftsmith.serve.batching.metrics import AnswerSpeed, Metrics
 from draftsmith.serve.batching.next_texts import next_texts
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
@@ -30,7 +30,6 @@ from draftsmith.serve.batching.requests import (
     RowWatch,
     each_once,
 )
-from draftsmith.serve.batching.speed import AnswerSpeed
 
 logger = server_logger(__name__)
 
