@@ -45,7 +45,7 @@ from draftsmith.serve.openai.openai_requests import (
 )
 from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits
 from draftsmith.serve.openai.responses import ResponsesAnswer
-from draftsmith.serve.running import Running, as_api_error
+from draftsmith.serve.running import RunningRequest, as_api_error
 
 PATHS = Paths(
     {HEALTH: "it says whether the service runs and is lossy, and nothing else", **OPEN},
@@ -227,7 +227,7 @@ class Service:
         body = await self._body(request, LONGEST_BODY)
         self.batcher.require_room(1 + self.reader.waiting)
         read = await self.reader.read(contract, body)
-        running = Running(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
+        running = RunningRequest(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
         answer = kind(
             self.names[0],
             self.settings.fingerprint,

@@ -25,7 +25,7 @@ from draftsmith.serve.batching.requests import (
 )
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.openai.answers import ApiAnswer, Piece
-from draftsmith.serve.openai.reading import Read
+from draftsmith.serve.openai.reading import ReadRequest
 
 STATUS = {
     "full": 503,
@@ -40,7 +40,7 @@ UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
 SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
 
 
-class Running:
+class RunningRequest:
     """A request that the batcher answers, seen from the event loop. Raises Refusal and UserError as
     `RequestBatcher.submit`. random_bits: makes seeds."""
 
@@ -48,7 +48,7 @@ class Running:
         self,
         batcher: RequestBatcher,
         tokenizer: PreTrainedTokenizerBase,
-        read: Read,
+        read: ReadRequest,
         random_bits: Callable[[int], int],
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -189,7 +189,7 @@ async def _events_of(
 class _Sent:
     """An answer of a running request, which ends when it is sent, or when the client hangs up."""
 
-    running: Running
+    running: RunningRequest
     answer: Response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,8 +11,8 @@ from draftsmith.net.events import DONE, event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import Several, StreamOptions
-from draftsmith.serve.openai.reading import Read
+from draftsmith.serve.openai.reading import ReadRequest
+from draftsmith.serve.openai.text_request import Several, StreamOptions
 from draftsmith.serve.openai.tools import CallText, call_ids
 
 
@@ -43,7 +43,7 @@ class ApiAnswer(ABC):
         self,
         model: str,
         fingerprint: str,
-        read: Read,
+        read: ReadRequest,
         choices: Sequence[AnswerChoice],
         rule: str | None,
     ) -> None:
