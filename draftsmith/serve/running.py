@@ -169,20 +169,14 @@ class RunningRequest:
 async def _events_of(
     answer: ApiAnswer, first: Piece, rest: AsyncIterator[Piece]
 ) -> AsyncIterator[bytes]:
-    for event in answer.opening():
-        yield event
-    for event in answer.part(first):
-        yield event
+    yield b"".join([*answer.opening(), *answer.part(first)])
     try:
         async for piece in rest:
-            for event in answer.part(piece):
-                yield event
+            yield b"".join(answer.part(piece))
     except ApiError as error:
-        for event in answer.failure(error):
-            yield event
+        yield b"".join(answer.failure(error))
         return
-    for event in answer.closing():
-        yield event
+    yield b"".join(answer.closing())
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self._refuse(request, Refusal("overran", message))
 
     def _admit(self) -> None:
-        while True:
+        while self._waiting:
             with self._changed:
                 texts = next_texts(self._waiting, self._rows.values(), self.bounds.max_rows)
             if not texts:
