@@ -15,7 +15,6 @@ from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
-from decode.stop_strings import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.net.few_lines import server_logger
@@ -114,10 +113,9 @@ class RequestBatcher(Batcher[AnswerChoice]):
         lm = self.decoder.lm
         job, texts = request.job, len(request.choices)
         require_prompts(job.prompts, lm.max_positions, self.decoder.vocab_size)
-        settings = request.settings(request.choices[0], self._draft_temperature)
+        request.take(self._tokenizer, self._draft_temperature)
+        settings = request.settings(request.choices[0])
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
-        if job.stops:
-            request.stop = StopStrings(self._tokenizer, job.stops)
         with self._changed:
             self.require_room(texts, sum(map(len, job.prompts)))
             self._waiting.extend(request.choices)
@@ -239,7 +237,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _seat(self, texts: list[AnswerChoice]) -> None:
         """Give rows to texts of one request that wait. They have the same prompt."""
         now, first, request = time.monotonic(), texts[0], texts[0].request
-        settings = request.settings(first, self._draft_temperature)
+        settings = request.settings(first)
         left = request.job.new_tokens - len(first.tokens)
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.text, left, samples, settings):

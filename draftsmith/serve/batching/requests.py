@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from transformers import PreTrainedTokenizerBase
+
 from decode.base.errors import MemoryShortage, UserError
 from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
@@ -144,7 +146,8 @@ Event = NewTokens | Refusal
 class DecodeRequest:
     """A job, and its texts on their way. deliver: called in the decoding thread with each event,
     never after `cancel` has been seen or a refusal delivered. begun: when the last of its texts got
-    a row; None: they all wait. stop: of the job's stop strings, made by `RequestBatcher.submit`."""
+    a row; None: they all wait. stop: of the job's stop strings. `RequestBatcher.submit` takes
+    it."""
 
     job: Job
     choices: list[AnswerChoice]
@@ -153,27 +156,33 @@ class DecodeRequest:
     cancelled: bool = False
     begun: float | None = None
     stop: StopStrings | None = field(default=None, init=False)
+    _shared: RowSettings = field(init=False, repr=False)  # of the rows of all texts
 
     def __post_init__(self) -> None:
         for choice in self.choices:
             choice.request = self
 
-    def settings(self, choice: AnswerChoice, draft_temperature: float | None) -> RowSettings:
-        """Of a text's row. draft_temperature: None: as the text's."""
+    def take(self, tokenizer: PreTrainedTokenizerBase, draft_temperature: float | None) -> None:
+        """Make what all its texts are decoded with. tokenizer: the target's. draft_temperature:
+        None: as the texts'."""
         job, drafts = self.job, None
+        if job.stops:
+            self.stop = StopStrings(tokenizer, job.stops)
         if draft_temperature is not None:
             drafts = replace(job.sampling, temperature=draft_temperature)
-        # Tokens that it has got already are a part of the prompt now.
-        return RowSettings(
+        self._shared = RowSettings(
             job.sampling,
-            choice.seed,
-            self.stop,
-            job.ignore_eos,
-            job.logprobs,
-            drafts,
-            job.label,
-            len(choice.tokens),
+            stop=self.stop,
+            ignore_eos=job.ignore_eos,
+            logprobs=job.logprobs,
+            draft_sampling=drafts,
+            label=job.label,
         )
+
+    def settings(self, choice: AnswerChoice) -> RowSettings:
+        """Of a text's row."""
+        # Tokens that it has got already are a part of the prompt now.
+        return replace(self._shared, seed=choice.seed, answered=len(choice.tokens))
 
 
 def each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
