@@ -4,16 +4,15 @@
                                 [--dtype D] [--device D] [--gamma N] [--prompts FILE] [--runs DIR]
                                 [--context N] [--notes FILE]
 
-All contestants but llama.cpp and OpenVINO run in one process with the same two modules. All have
-the same prompts through the chat template and the same number of threads, and in this process the
-same attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that
+All contestants but llama.cpp run in one process with the same two modules. All have the same
+prompts through the chat template and the same number of threads, and in this process the same
+attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that
 does not count. No contestant stops at an end of text, so all emit the same number of tokens. The
 prompts are those whose greedy answers are at least that long. Sampled means temperature 1 without
 filters. Every prompt lookup tries n-grams of 3, 2 and 1 tokens, but llama.cpp's only those of 3.
 
 llama.cpp takes part where its server is installed (make engine-llama): on the target's weights as
-they are, in 8 and in 4 bits, with the same drafter, and with its own lookup. So does OpenVINO GenAI
-(make engine-openvino), on the target's weights as they are.
+they are, in 8 and in 4 bits, with the same drafter, and with its own lookup.
 
 If a contestant refuses a setting, fails in it or is not installed, the output gives the reason, and
 it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
@@ -58,7 +57,6 @@ from benchmarks.common import (
 from benchmarks.shared.decode_contestants import NAMES, Models
 from benchmarks.shared.decode_measurements import (
     OURS,
-    PACKAGES,
     Contest,
     Setting,
     hold_contest,
@@ -80,13 +78,9 @@ RATIOS = {
     "speculative_vs_generate": ("generate", "speculative"),
     "speculative_vs_assisted": ("assisted", "speculative"),
     "speculative_vs_assisted_defaults": ("assisted_defaults", "speculative"),
-    "speculative_vs_flashspec": ("flashspec", "speculative"),
-    "speculative_vs_economize": ("economize", "speculative"),
     "lookup_vs_plain": ("plain", "lookup"),
     "lookup_vs_generate": ("generate", "lookup"),
     "lookup_vs_transformers": ("transformers_lookup", "lookup"),
-    "lookup_vs_flashspec": ("flashspec_lookup", "lookup"),
-    "lookup_vs_economize": ("economize_lookup", "lookup"),
     "heads_vs_plain": ("plain", "heads"),
     "heads_vs_generate": ("generate", "heads"),
     "plain_vs_llama": ("llama", "plain"),
@@ -97,10 +91,6 @@ RATIOS = {
     "heads_vs_llama_q4": ("llama_q4", "heads"),
     "heads_vs_llama_drafter": ("llama_drafter", "heads"),
     "heads_vs_llama_lookup": ("llama_lookup", "heads"),
-    "plain_vs_openvino": ("openvino", "plain"),
-    "speculative_vs_openvino_drafter": ("openvino_drafter", "speculative"),
-    "lookup_vs_openvino_lookup": ("openvino_lookup", "lookup"),
-    "heads_vs_openvino": ("openvino", "heads"),
 }
 HEADS = "ngram+embedded:eagle1-smollm2-135m:weights=int8"
 # The layers of the default drafter.
@@ -183,7 +173,7 @@ def main(
     reporter.table(limit_table(passes))
     reporter.table(ratio_table(time_ratios))
     reporter.table(cost_table(costs))
-    machine = describe_machine(PACKAGES)
+    machine = describe_machine()
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if json_file is not None:
         figures = {

@@ -160,7 +160,7 @@ def of_gguf(place: Path, models: Models) -> Models:
     """These models with a target that is a GGUF file, which llama.cpp needs."""
     write_gguf(place / "target.gguf")
     target = load_target(str(place / "target.gguf"))
-    return Models(target, models.assistant, models.drafter_path, models.heads)
+    return Models(target, models.assistant, models.heads)
 
 
 def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models, tmp_path):
@@ -195,8 +195,8 @@ def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_mode
     def broken(*_: Any) -> None:
         raise IsADirectoryError("a folder")
 
-    monkeypatch.setattr("benchmarks.shared.llama_contestants.program", broken)
-    names = ["plain", "generate", "llama", "openvino"]
+    monkeypatch.setattr("benchmarks.shared.decode_contestants.program", broken)
+    names = ["plain", "generate", "llama"]
     for setting, found in (
         (Setting(1, 8), {"llama": "IsADirectoryError: a folder"}),
         (Setting(1, 8, batch=2), {}),  # it does not have this setting
@@ -209,23 +209,18 @@ def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_mode
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("engine", "name", "more"),
-    [("llama-server", "llama", ["llama_q8"]), ("openvino", "openvino", [])],
-    ids=["llama-server", "openvino"],
-)
-def test_an_engine_takes_part_where_it_is_installed(engine, name, more, tmp_path, tiny_models):
-    needs(engine)
+def test_llama_cpp_takes_part_where_it_is_installed(tmp_path, tiny_models):
+    needs("llama-server")
     models = of_gguf(tmp_path, tiny_models)
-    same = [name, f"{name}_drafter", f"{name}_lookup"]
-    names = ["plain", "generate", *same, *more]
+    same = ["llama", "llama_drafter", "llama_lookup"]
+    names = ["plain", "generate", *same, "llama_q8"]
     with models.closing:
         contest = hold_contest(models, Setting(2, 16), TEXTS, 3, Reporter(silent=True), names)
     assert not contest.unable
     assert [contest.equal[one][1] for one in same] == [1] * 3
-    assert contest.figures(name)["tokens_per_step"] == 1
-    assert contest.passes[f"{name}_drafter"].accepted > 0
-    assert {f"plain_vs_{one}" for one in (name, *more)} <= set(ratios([contest]))
+    assert contest.figures("llama")["tokens_per_step"] == 1
+    assert contest.passes["llama_drafter"].accepted > 0
+    assert {"plain_vs_llama", "plain_vs_llama_q8"} <= set(ratios([contest]))
 
 
 def test_behind_notes_no_time_has_the_pass_over_the_prompt(tiny_models, monkeypatch):

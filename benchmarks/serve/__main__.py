@@ -55,12 +55,12 @@ from benchmarks.serve.contestants import (
     Turn,
     generate,
     generate_batch,
-    llama_command,
     one_after_the_other,
     over_http,
     transformers_command,
 )
 from benchmarks.serve.process import ServiceProcess, prepare, serve_command
+from benchmarks.shared.llama_cpp import server_command, write_target
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
@@ -71,6 +71,7 @@ from train.base.console import Reporter
 from train.data.read import Example, spread
 
 CLIENTS = [1, 4, 16]
+LLAMA_CONTEXT = 512  # tokens of a text that llama-server has memory for
 OURS = ("served", "plain_served", "alone")
 PACKAGES = ("starlette", "uvicorn", "fastapi")
 # {number of clients: {contestant: its turns}}
@@ -187,7 +188,10 @@ def enter_contestants(
         return over_http(service, str(directory))
 
     def llama(*more: str) -> Contestant:
-        command = llama_command(target, model, directory / FILE, clients)
+        file = directory / FILE
+        command = server_command(file, rows=clients, context=LLAMA_CONTEXT)
+        if not file.exists():
+            write_target(directory, model, target.name)
         service = stack.enter_context(ServiceProcess([*command, *more]))
         return over_http(service, cache_prompt=False, **fields)
 

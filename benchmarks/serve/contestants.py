@@ -14,7 +14,6 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from benchmarks.common import Unable
 from benchmarks.serve.client import ask_all
 from benchmarks.serve.process import MODEL, ServiceProcess
-from benchmarks.shared.llama_contestants import program, write_target
 from decode.base.device import dtype_name
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
@@ -31,8 +30,6 @@ NAMES = {
     "llama_server": "llama-server",
     "llama_server_lookup": "llama-server, prompt lookup",
 }
-# Tokens of each text that llama-server has memory for.
-CONTEXT = 512
 # Tokens in each block of the cache of generate_batch, by default.
 BLOCK = 256
 
@@ -171,13 +168,3 @@ def transformers_command(model: Any, tokenizer: Any, directory: Path, device: st
     main = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", main, "serve", str(directory), "--device", device]
     return [*command, "--dtype", dtype_name(model.dtype)]
-
-
-def llama_command(target: Target, model: Any, file: Path, clients: int) -> list[str]:
-    """The command of llama-server for this model, which is stored in the file. Raises Unable if it
-    is not installed, or if the model cannot be stored so."""
-    server = program()
-    if not file.exists():
-        write_target(file.parent, model, target.name)
-    command = [str(server), "-m", str(file), "--host", "127.0.0.1", "-np", str(clients)]
-    return [*command, "-c", str(CONTEXT * clients), "-t", str(torch.get_num_threads())]

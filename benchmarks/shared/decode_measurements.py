@@ -22,7 +22,6 @@ from benchmarks.shared.decode_contestants import (
 from benchmarks.shared.step_costs import WARM_UP, step_cost
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
@@ -38,7 +37,6 @@ from train.measure.time_passes import finish, pass_seconds
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
-PACKAGES = ("flashspec", "economize")
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
 CONTEXT, WIDTHS = 100, (1, 2, 4, 8, 16, 32, 64)  # of the passes beside the machine's limit
 
@@ -94,8 +92,9 @@ class Contest:
         except Exception as error:
             if name in (*OURS, "generate"):
                 raise
-            self.unable[name] = _reason(error)
-            if not (isinstance(error, Unable) or _is_missing(error)):
+            lines = str(error).strip().splitlines() or [""]
+            self.unable[name] = f"{type(error).__name__}: {lines[0]}"
+            if not isinstance(error, Unable):
                 self.broken[name] = self.unable[name]
             for results in (self.seconds, self.outputs, self.passes):
                 results.pop(name, None)
@@ -228,18 +227,6 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
     result = work()
     finish(device)
     return time.perf_counter() - begin, result
-
-
-def _is_missing(error: Exception) -> bool:
-    """Whether a package of a contestant is not installed."""
-    return isinstance(error, ModuleNotFoundError) and error.name in PACKAGES
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and _is_missing(error):
-        return f"not installed ({install_command('benchmarks')} installs {error.name})"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
 
 
 def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, dict[str, float]]:
