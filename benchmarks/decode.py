@@ -48,6 +48,7 @@ from benchmarks.common import (
     end_benchmark,
     execute_run,
     format_figure,
+    ratio_table,
     rows_table,
     run_command,
     run_config,
@@ -61,7 +62,6 @@ from benchmarks.shared.decode_measurements import (
     Setting,
     hold_contest,
     long_answers,
-    passes_beside_limit,
     step_costs,
 )
 from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
@@ -167,11 +167,9 @@ def main(
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
     costs = step_costs(models, texts[0], gamma)
-    passes = passes_beside_limit(models.target)
 
     time_ratios = ratios(contests)
-    reporter.table(limit_table(passes))
-    reporter.table(ratio_table(time_ratios))
+    reporter.table(ratio_table("ratios of time, theirs over ours", time_ratios))
     reporter.table(cost_table(costs))
     machine = describe_machine()
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
@@ -192,7 +190,6 @@ def main(
                 }
                 for contest in contests
             ],
-            "passes_beside_limit": passes,
             "step_costs": costs,
         }
         write_json(json_file, figures)
@@ -239,32 +236,6 @@ def contest_table(contest: Contest, gamma: int) -> Table:
         f"{setting.tokens} tokens each",
         rows,
     )
-
-
-def ratio_table(ratios: dict[str, dict[str, float]]) -> Table:
-    rows = [
-        {
-            "what": name,
-            "ratio": f"{ratio['value']:.2f}",
-            "95% interval": f"{ratio['low']:.2f}–{ratio['high']:.2f}" if "low" in ratio else "–",
-        }
-        for name, ratio in ratios.items()
-    ]
-    return rows_table("ratios of time, theirs over ours", rows)
-
-
-def limit_table(passes: Sequence[dict[str, float]]) -> Table:
-    rows = [
-        (
-            f"{one['tokens']:.0f}",
-            f"{one['ms']:.2f}",
-            f"{one['limit_ms']:.2f}",
-            f"{one['limit_ms'] / one['ms']:.0%}",
-        )
-        for one in passes
-    ]
-    title = "passes of the target beside the machine's limit: weights read once, or all products"
-    return table(title, ["tokens", "ms", "limit, ms", "share"], rows)
 
 
 def cost_table(costs: dict[str, dict[str, float]]) -> Table:

@@ -3,8 +3,7 @@
 All of them decode the same two modules, a target and a drafter, without an end-of-text token, so
 all emit the same number of tokens. A contestant that does not support a setting raises `Unable`,
 and the benchmark reports it. Any other error ends the benchmark with an error status.
-`Passes` has the passes of a loop, reported by the
-loop or observed from outside.
+`Passes` has the passes of a loop, reported by the loop or observed from outside.
 """
 
 import functools

@@ -24,21 +24,18 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder, Decoding
-from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
-from train.measure.machine import Limit, product_speed, read_speed
 from train.measure.same_text import identical
-from train.measure.time_passes import finish, pass_seconds
+from train.measure.time_passes import finish
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
-CONTEXT, WIDTHS = 100, (1, 2, 4, 8, 16, 32, 64)  # of the passes beside the machine's limit
 
 
 @dataclass(frozen=True)
@@ -249,17 +246,3 @@ def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, d
             "outside_ms": 1000 * cost.outside,
         }
     return costs
-
-
-def passes_beside_limit(target: Target) -> list[dict[str, float]]:
-    """A pass of each number of tokens after CONTEXT, in ms, beside the least that this machine
-    allows: it reads the weights once and multiplies each token with them."""
-    lm = CachedLM(target.model)
-    limit = Limit.of(
-        target.model, read_speed(lm.device), product_speed(lm.device, target.model.dtype)
-    )
-    seconds = pass_seconds(lm, CONTEXT, WIDTHS, turns=15, budget=10.0)
-    return [
-        {"tokens": width, "ms": 1e3 * taken, "limit_ms": 1e3 * limit.seconds(width)}
-        for width, taken in seconds.items()
-    ]
