@@ -277,13 +277,11 @@ def _generate(model: Any, prompt: list[int]) -> list[int]:
 
 def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names():
     target = tiny_target(max_positions=512)
-    target.model.generation_config.eos_token_id = None
     prompts = [serve.Prompt([], ids) for ids in TEXTS[:3]]
     contestants = {
         "served": serve.one_after_the_other(target, "ngram", DecodeSettings()),
         "alone": serve.one_after_the_other(target, "none", DecodeSettings()),
-        "generate_batch": serve.generate_batch(target.model),
-        "generate": serve.generate(target.model),
+        "llama_server": serve.one_after_the_other(target, "none", DecodeSettings()),
     }
     turns = {
         count: {name: [run(prompts, count, 9)] for name, run in contestants.items()}
@@ -291,15 +289,13 @@ def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names
     }
     for by_name in turns.values():
         assert {turn.tokens for (turn,) in by_name.values()} == {3 * 9}
-        assert {len(turn.firsts) for (turn,) in by_name.values()} == {0, 3}
+        assert {len(turn.firsts) for (turn,) in by_name.values()} == {3}
         assert all(
             0 < first < turn.seconds for (turn,) in by_name.values() for first in turn.firsts
         )
     values = serve_main.ratios(turns)
     assert {"serve_2_vs_1", "serve_1_vs_one_after_the_other"} < set(values)
-    assert {"serve_vs_transformers_generate_batch_2", "serve_vs_transformers_generate_1"} < set(
-        values
-    )
+    assert {"serve_vs_llama_server_1", "serve_vs_llama_server_2"} < set(values)
     assert all(value > 0 for value in values.values())
 
 
