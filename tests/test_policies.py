@@ -572,8 +572,8 @@ def test_prompts_that_a_drafter_reads_count_as_its_costs(kind: type[CostModel]) 
 def test_new_texts_are_read_if_their_drafts_save_more(
     kind: type[CostModel], prompt: float, lasts: float, reads: bool
 ) -> None:
-    """A draft brings half a token for a seventh of a step, in each of four texts. To read one takes a
-    twelfth, or the whole, of what that saves."""
+    """A draft brings half a token for a seventh of a step, in each of four texts. To read one takes
+    a twelfth, or the whole, of what that saves."""
     heads = Made(lambda _: 0.5, 0.1, missed=0.0, prompt=prompt)
     policy = kind(1)
     taken, cost = decode_made(policy, [heads], 2_000, rows=4, lasts=lasts)

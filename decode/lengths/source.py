@@ -77,8 +77,8 @@ class Source:
         if took < ENOUGH or steps < FEW:
             # Passes that read prompts too tell nothing, so it does not wait for ever.
             return float("inf") if took >= ENOUGH and patient else 0.0
-        # The deviation of their sum, in which older ones weigh less. The more rows, the more a draft
-        # that loses costs, so the less is left to chance.
+        # The deviation of their sum, in which older ones weigh less. With more rows a draft that
+        # loses costs more, so less is left to chance.
         chance = (max(squares - drafted**2 / count, 0.0) / (1 + BROUGHT)) ** 0.5 / rows
         return min(float(tokens / steps * took / max(drafted + chance, INSTANT)) - 1.0, LONGEST)
 
