@@ -6,27 +6,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
-from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
-from decode.model.loading import Target
-from decode.opening.directory import open_drafter
-from decode.stats import Tally
 from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
 from train.base.provenance import describe_process, version_of
-from train.measure.intervals import ratio_of_totals
 from train.run.config_checks import validate_config
 from train.run.run import Run, make_directory
 
@@ -44,7 +37,6 @@ UNJUDGED = {
     "baselines": [],
     "in_turn": [],
 }
-TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's output
 TARGET = "embedded:smollm2-135m"
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts"
@@ -139,47 +131,19 @@ def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "T
     )
 
 
-def decoded_tallies(
-    target: Target, drafter: str, prompts: Sequence[Sequence[int]], tokens: int, gamma: int
-) -> Iterator[tuple[str, Tally]]:
-    """The counts of greedy texts, and of texts at temperature 1, with their names in TEMPERATURES.
-    drafter: as for `open_drafter`; it is opened anew for each. tokens: of a text, at most."""
-    for name, temperature in TEMPERATURES.items():
-        decoder = Decoder(
-            target.model,
-            open_drafter(drafter, target),
-            eos_token_ids=target.eos_token_ids,
-            gamma=gamma,
-            sampling=Sampling(temperature),
-        )
-        yield name, decoder.decode(prompts, tokens, seed=1).tally
+def ratio_table(title: str, ratios: Mapping[str, float | dict[str, float]]) -> "Table":
+    """A table of ratios by name. A dict is one with an interval."""
+    rows = [
+        [name, format_interval(ratio, 2) if isinstance(ratio, dict) else f"{ratio:.3g}"]
+        for name, ratio in ratios.items()
+    ]
+    return table(title, ["what", "ratio"], rows)
 
 
-def count_tokens(
-    target: Target, drafter: str, prompts: Sequence[Sequence[int]], tokens: int, gamma: int
-) -> dict[str, Any]:
-    """Return steps, emitted and drafted tokens by prompt, greedy and at temperature 1. Arguments
-    are as for `decoded_tallies`."""
-    return {
-        name: {
-            "steps": tally.steps.tolist(),
-            "emitted": tally.emitted.tolist(),
-            "drafted": tally.drafted.sum(1).tolist(),
-        }
-        for name, tally in decoded_tallies(target, drafter, prompts, tokens, gamma)
-    }
-
-
-def tokens_per_step(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """The emitted tokens per step with an interval over prompts. counts: `emitted` and `steps` of
-    each prompt."""
-    ratio = ratio_of_totals(np.array(counts["emitted"]), np.array(counts["steps"]))
-    assert ratio is not None
-    return ratio
-
-
-def format_interval(ratio: dict[str, float], digits: int) -> str:
-    """'1.23 [1.18, 1.29]', or '1.23' without an interval."""
+def format_interval(ratio: Mapping[str, float] | None, digits: int) -> str:
+    """'1.23 [1.18, 1.29]', or '1.23' without an interval. None: a dash."""
+    if ratio is None:
+        return "–"
     value = f"{ratio['value']:.{digits}f}"
     if "low" not in ratio:
         return value

@@ -34,7 +34,6 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.shared.process_memory import status_bytes
 from train.data.batches import Batches, RankText, collate, padding_share
 from train.data.chat_tokens import Sample
 from train.data.read import Example, ReadSettings, data_fingerprint, read_sources
@@ -234,8 +233,8 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 def private_memory() -> int:
     """The bytes in memory that no other process shares and no file backs; all bytes if the system
     does not tell them apart."""
-    private = status_bytes("RssAnon")
-    return psutil.Process().memory_info().rss if private is None else private
+    memory = psutil.Process().memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 def batch_figures(samples: str, ranks: int) -> list[dict[str, Any]]:

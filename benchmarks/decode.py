@@ -4,16 +4,15 @@
                                 [--dtype D] [--device D] [--gamma N] [--prompts FILE] [--runs DIR]
                                 [--context N] [--notes FILE]
 
-All contestants but llama.cpp and OpenVINO run in one process with the same two modules. All have
-the same prompts through the chat template and the same number of threads, and in this process the
-same attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that
+All contestants but llama.cpp run in one process with the same two modules. All have the same
+prompts through the chat template and the same number of threads, and in this process the same
+attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that
 does not count. No contestant stops at an end of text, so all emit the same number of tokens. The
 prompts are those whose greedy answers are at least that long. Sampled means temperature 1 without
 filters. Every prompt lookup tries n-grams of 3, 2 and 1 tokens, but llama.cpp's only those of 3.
 
 llama.cpp takes part where its server is installed (make engine-llama): on the target's weights as
-they are, in 8 and in 4 bits, with the same drafter, and with its own lookup. So does OpenVINO GenAI
-(make engine-openvino), on the target's weights as they are.
+they are, in 8 and in 4 bits, with the same drafter, and with its own lookup.
 
 If a contestant refuses a setting, fails in it or is not installed, the output gives the reason, and
 it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
@@ -49,6 +48,7 @@ from benchmarks.common import (
     end_benchmark,
     execute_run,
     format_figure,
+    ratio_table,
     rows_table,
     run_command,
     run_config,
@@ -58,12 +58,10 @@ from benchmarks.common import (
 from benchmarks.shared.decode_contestants import NAMES, Models
 from benchmarks.shared.decode_measurements import (
     OURS,
-    PACKAGES,
     Contest,
     Setting,
     hold_contest,
     long_answers,
-    passes_beside_limit,
     step_costs,
 )
 from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
@@ -80,13 +78,9 @@ RATIOS = {
     "speculative_vs_generate": ("generate", "speculative"),
     "speculative_vs_assisted": ("assisted", "speculative"),
     "speculative_vs_assisted_defaults": ("assisted_defaults", "speculative"),
-    "speculative_vs_flashspec": ("flashspec", "speculative"),
-    "speculative_vs_economize": ("economize", "speculative"),
     "lookup_vs_plain": ("plain", "lookup"),
     "lookup_vs_generate": ("generate", "lookup"),
     "lookup_vs_transformers": ("transformers_lookup", "lookup"),
-    "lookup_vs_flashspec": ("flashspec_lookup", "lookup"),
-    "lookup_vs_economize": ("economize_lookup", "lookup"),
     "heads_vs_plain": ("plain", "heads"),
     "heads_vs_generate": ("generate", "heads"),
     "plain_vs_llama": ("llama", "plain"),
@@ -97,10 +91,6 @@ RATIOS = {
     "heads_vs_llama_q4": ("llama_q4", "heads"),
     "heads_vs_llama_drafter": ("llama_drafter", "heads"),
     "heads_vs_llama_lookup": ("llama_lookup", "heads"),
-    "plain_vs_openvino": ("openvino", "plain"),
-    "speculative_vs_openvino_drafter": ("openvino_drafter", "speculative"),
-    "lookup_vs_openvino_lookup": ("openvino_lookup", "lookup"),
-    "heads_vs_openvino": ("openvino", "heads"),
 }
 HEADS = "ngram+embedded:eagle1-smollm2-135m:weights=int8"
 # The layers of the default drafter.
@@ -177,13 +167,11 @@ def main(
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
     costs = step_costs(models, texts[0], gamma)
-    passes = passes_beside_limit(models.target)
 
     time_ratios = ratios(contests)
-    reporter.table(limit_table(passes))
-    reporter.table(ratio_table(time_ratios))
+    reporter.table(ratio_table("ratios of time, theirs over ours", time_ratios))
     reporter.table(cost_table(costs))
-    machine = describe_machine(PACKAGES)
+    machine = describe_machine()
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if json_file is not None:
         figures = {
@@ -202,7 +190,6 @@ def main(
                 }
                 for contest in contests
             ],
-            "passes_beside_limit": passes,
             "step_costs": costs,
         }
         write_json(json_file, figures)
@@ -249,32 +236,6 @@ def contest_table(contest: Contest, gamma: int) -> Table:
         f"{setting.tokens} tokens each",
         rows,
     )
-
-
-def ratio_table(ratios: dict[str, dict[str, float]]) -> Table:
-    rows = [
-        {
-            "what": name,
-            "ratio": f"{ratio['value']:.2f}",
-            "95% interval": f"{ratio['low']:.2f}–{ratio['high']:.2f}" if "low" in ratio else "–",
-        }
-        for name, ratio in ratios.items()
-    ]
-    return rows_table("ratios of time, theirs over ours", rows)
-
-
-def limit_table(passes: Sequence[dict[str, float]]) -> Table:
-    rows = [
-        (
-            f"{one['tokens']:.0f}",
-            f"{one['ms']:.2f}",
-            f"{one['limit_ms']:.2f}",
-            f"{one['limit_ms'] / one['ms']:.0%}",
-        )
-        for one in passes
-    ]
-    title = "passes of the target beside the machine's limit: weights read once, or all products"
-    return table(title, ["tokens", "ms", "limit, ms", "share"], rows)
 
 
 def cost_table(costs: dict[str, dict[str, float]]) -> Table:

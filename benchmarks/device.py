@@ -29,6 +29,7 @@ from benchmarks.common import (
     DeviceOption,
     JsonOption,
     describe_machine,
+    ratio_table,
     rows_table,
     run_command,
     start_benchmark,
@@ -186,8 +187,7 @@ def tables(
         for name, part in figures.items()
     ]
     result.append(rows_table("time and peak memory of each part", peaks))
-    ratio_rows = [{"what": name, "ratio": f"{value:.3f}"} for name, value in values.items()]
-    result.append(rows_table("ratios", ratio_rows))
+    result.append(ratio_table("ratios", values))
     return result
 
 

@@ -42,15 +42,17 @@ from benchmarks.common import (
     TargetOption,
     describe_machine,
     execute_run,
+    format_figure,
     format_interval,
     rows_table,
     run_command,
     run_config,
+    save_figure,
     start_benchmark,
     with_interval,
     write_json,
 )
-from benchmarks.heads import HEADS, PARD, SMALL_LM, Settings, heads_config, plot_arms
+from benchmarks.heads import HEADS, PARD, SMALL_LM, Settings, heads_config
 from benchmarks.shared.drafter_contestants import (
     Contestant,
     named,
@@ -128,7 +130,7 @@ def main(
     lines = [{"drafter": name, "why": why} for name, why in reasons.items()]
     reporter.table(rows_table("Not measured", lines, left=2))
     if plots:
-        plot_arms(ordered, plots / "drafters.png")
+        plot_drafters(ordered, plots / "drafters.png")
     if json_file:
         write_json(
             json_file,
@@ -240,24 +242,47 @@ def measure(
 
 def table_row(name: str, row: dict[str, Any]) -> dict[str, str]:
     """The cells of a drafter."""
-
-    def cell(figure: str, form: str, unit: float = 1) -> str:
-        value = row[figure]
-        return "–" if value is None else format(value / unit, form)
-
     return {
         "drafter": name,
         "drafts": row["drafts"],
         "tokens/step": with_interval(row, "tokens_per_step", 2),
-        "α": cell("acceptance_rate", ".2f"),
+        "α": format_figure(row["acceptance_rate"], ".2f"),
         "speed-up": format_interval(row["speedup"], 2),
-        "c": cell("c", ".3f"),
-        "v": cell("v", ".2f"),
-        "pays above α": cell("break_even_acceptance", ".2f"),
-        "memory MiB": cell("memory_bytes", ".1f", MIB),
-        "training s": cell("training_seconds", ".0f"),
-        "same text": cell("identical_within_rounding", ".0%"),
+        "c": format_figure(row["c"], ".3f"),
+        "v": format_figure(row["v"], ".2f"),
+        "pays above α": format_figure(row["break_even_acceptance"], ".2f"),
+        "memory MiB": f"{row['memory_bytes'] / MIB:.1f}",
+        "training s": format_figure(row["training_seconds"], ".0f"),
+        "same text": format_figure(row["identical_within_rounding"], ".0%"),
     }
+
+
+def plot_drafters(figures: dict[str, dict[str, Any]], file: Path) -> None:
+    """Plot tokens per step and speed-up of every drafter."""
+    from matplotlib.figure import Figure
+
+    names = list(figures)[::-1]
+    figure = Figure(figsize=(9, 0.32 * len(names) + 1.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    left.barh(names, [figures[name]["tokens_per_step"] - 1 for name in names], left=1.0)
+    left.set_ylim(-0.6, len(names) - 0.4)
+    left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
+    for y, name in enumerate(names):
+        sides = ((left, "tokens_per_step_interval", ""), (right, "speedup", "o"))
+        for side, key, marker in sides:
+            ratio = figures[name].get(key)
+            if ratio is not None:
+                value = ratio["value"]
+                errors = [[value - ratio.get("low", value)], [ratio.get("high", value) - value]]
+                colour = "#0067a5" if marker else "#1f2933"
+                side.errorbar(value, y, xerr=errors, fmt=marker, color=colour, capsize=2)
+    right.axvline(1.0, color="#5a6674", linestyle=":")
+    right.set_xlabel("speed-up over plain, 95% interval", fontsize=9)
+    for side in (left, right):
+        side.tick_params(labelsize=9)
+        side.grid(axis="x", alpha=0.3)
+        side.set_axisbelow(True)
+    save_figure(figure, file)
 
 
 if __name__ == "__main__":

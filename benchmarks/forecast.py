@@ -248,7 +248,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     for figure, name in zip(FIGURES, ("tokens/step", "speed-up"), strict=True):
         part = row[figure]
         inside = {True: "inside", False: "outside", None: "–"}[part["inside"]]
-        cells[name] = format_interval(part["forecast"], 2) if part["forecast"] else "–"
+        cells[name] = format_interval(part["forecast"], 2)
         cells[f"{name} came out"] = f"{format_figure(part['outcome'], '.2f')} {inside}"
     cells["forecast ÷ training"] = f"{row['spent_seconds'] / row['training_seconds']:.0%}"
     return cells

@@ -1,7 +1,7 @@
 """Compares kinds of heads on SmolLM2-135M's hidden states with each other and with a small LM.
 
     python -m benchmarks.heads [--quick] [--arms NAME,…] [--minutes M] [--prompts N]
-        [--timed N] [--more FILE] [--json FILE] [--plots DIR] [--runs DIR]
+        [--timed N] [--more FILE] [--json FILE] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
@@ -40,7 +40,6 @@ from benchmarks.common import (
     rows_table,
     run_command,
     run_config,
-    save_figure,
     start_benchmark,
     with_interval,
     write_json,
@@ -139,7 +138,6 @@ def main(
     more: Annotated[Path | None, typer.Option(help="more prompts to train on")] = None,
     more_prompts: Annotated[int, typer.Option(help="number of prompts of --more")] = 4000,
     json_file: JsonOption = None,
-    plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
     runs: RunsOption = Path("runs"),
 ) -> None:
     """Train every arm, measure it, print the table."""
@@ -152,8 +150,6 @@ def main(
     figures = figures_by_arm(report)
     texts = float32_figures(run, reporter, prompts=6 if quick else 42)
     reporter.table(arms_table(figures, texts))
-    if plots:
-        plot_arms(figures, plots / "heads.png")
     if json_file:
         write_json(
             json_file,
@@ -354,46 +350,14 @@ def arms_table(figures: dict[str, dict[str, Any]], texts: dict[str, dict[str, An
             "top-5": format_figure(row["top5"], ".1%"),
             "drafts": row["drafts"],
             "tokens/step": with_interval(row, "tokens_per_step", 2),
-            f"over {first}": _ratio(None if name == first else of_texts["gain"]),
+            f"over {first}": format_interval(None if name == first else of_texts["gain"], 2),
             "c": with_interval(row, "c", 3),
             "v": format_figure(row["v"], ".2f"),
-            "speed-up": _ratio(row["speedup"]),
+            "speed-up": format_interval(row["speedup"], 2),
             "same text, float32": format_figure(of_texts["identical"], ".0%"),
         }
         rows.append(cells)
     return rows_table(title, rows, left=len(rows[0]) if rows else 1)
-
-
-def _ratio(ratio: dict[str, float] | None) -> str:
-    return "–" if ratio is None else format_interval(ratio, 2)
-
-
-def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
-    """Plot tokens per step and speed-up of every arm."""
-    from matplotlib.figure import Figure
-
-    names = list(figures)[::-1]
-    figure = Figure(figsize=(9, 0.32 * len(names) + 1.2), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.barh(names, [figures[name]["tokens_per_step"] - 1 for name in names], left=1.0)
-    left.set_ylim(-0.6, len(names) - 0.4)
-    left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
-    for y, name in enumerate(names):
-        sides = ((left, "tokens_per_step_interval", ""), (right, "speedup", "o"))
-        for side, key, marker in sides:
-            ratio = figures[name].get(key)
-            if ratio is not None:
-                value = ratio["value"]
-                errors = [[value - ratio.get("low", value)], [ratio.get("high", value) - value]]
-                colour = "#0067a5" if marker else "#1f2933"
-                side.errorbar(value, y, xerr=errors, fmt=marker, color=colour, capsize=2)
-    right.axvline(1.0, color="#5a6674", linestyle=":")
-    right.set_xlabel("speed-up over plain, 95% interval", fontsize=9)
-    for side in (left, right):
-        side.tick_params(labelsize=9)
-        side.grid(axis="x", alpha=0.3)
-        side.set_axisbelow(True)
-    save_figure(figure, file)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,8 @@ from transformers import (
 )
 
 from benchmarks.common import (
-    TEMPERATURES,
     JsonOption,
     RunsOption,
-    count_tokens,
     describe_machine,
     execute_run,
     format_interval,
@@ -45,16 +43,19 @@ from benchmarks.common import (
     run_command,
     run_config,
     start_benchmark,
-    tokens_per_step,
     write_json,
 )
 from benchmarks.shared.small_vocabulary import make_tokenizer
 from decode.base.artifact import write_directory
+from decode.draw.sampling import Sampling
 from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
+from decode.settings import DecodeSettings
 from draftsmith.export import ImportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
 from train.base.console import Reporter
+from train.measure.intervals import ratio_of_totals
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "configs" / "recipes" / "mtp_restore.yaml"
@@ -63,6 +64,7 @@ EOS = "<eos>"
 TOKENS = 1500
 LENGTH = 96  # tokens of a text that the target learns from
 DEPTH = 3
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
 def main(
@@ -241,24 +243,37 @@ def restore_stages(starts: dict[str, str | None], quick: bool) -> list[dict[str,
 
 
 def measure(target: Target, drafter: str, text: Path) -> dict[str, Any]:
-    """Steps and emitted tokens by prompt, greedy and at T = 1, on the text's test prompts."""
+    """Tokens per step on the text's test prompts with an interval, and steps, emitted and drafted
+    tokens of each prompt: greedy, and at temperature 1."""
     rows = [
         json.loads(line)["prompt"] for line in (text / "test.jsonl").read_text("utf-8").splitlines()
     ]
     prompts = [target.tokenizer(row)["input_ids"] for row in rows[:48]]
-    return count_tokens(target, drafter, prompts, 64, DEPTH)
+    figures = {}
+    for name, temperature in TEMPERATURES.items():
+        settings = DecodeSettings(gamma=DEPTH, sampling=Sampling(temperature))
+        decoder, _ = settings.decoder(target, open_drafter(drafter, target))
+        tally = decoder.decode(prompts, 64, seed=1).tally
+        figures[name] = {
+            "tokens_per_step": ratio_of_totals(tally.emitted, tally.steps),
+            "steps": tally.steps.tolist(),
+            "emitted": tally.emitted.tolist(),
+            "drafted": tally.drafted.sum(1).tolist(),
+        }
+    return figures
 
 
 def _drafted(figures: dict[str, Any], metric: str) -> float:
     """Accepted draft tokens per step."""
-    return tokens_per_step(figures[metric])["value"] - 1
+    value: float = figures[metric]["tokens_per_step"]["value"]
+    return value - 1
 
 
 def arms_table(figures: dict[str, dict[str, Any]]) -> Any:
     """The table of all modules."""
     rows = [
         {"module": arm}
-        | {metric: format_interval(tokens_per_step(row[metric]), 3) for metric in TEMPERATURES}
+        | {name: format_interval(part["tokens_per_step"], 3) for name, part in row.items()}
         for arm, row in figures.items()
     ]
     return rows_table(f"tokens per step, drafts of up to {DEPTH} tokens", rows, left=1)

@@ -32,7 +32,7 @@ from draftsmith.auditing.findings import Audit
 from draftsmith.auditing.texts import ROUNDINGS
 from draftsmith.auditing.tiny import tiny_model as calm_model
 from draftsmith.serve import running
-from draftsmith.serve.batching.requests import DecodeRequest
+from draftsmith.serve.batching.requests import AnswerChoice, DecodeRequest
 from tests.mutants import (
     BonusOffByOne,
     ChoosingDrafter,
@@ -134,8 +134,8 @@ def one_seed() -> Iterator[None]:
     """Every request is drawn with the same random numbers."""
     of_request = DecodeRequest.settings
 
-    def settings(self: DecodeRequest, *arguments: Any) -> RowSettings:
-        return replace(of_request(self, *arguments), seed=0)
+    def settings(self: DecodeRequest, choice: AnswerChoice) -> RowSettings:
+        return replace(of_request(self, choice), seed=0)
 
     with mock.patch.object(DecodeRequest, "settings", settings):
         yield

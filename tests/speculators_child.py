@@ -1,5 +1,5 @@
-"""Run by the Python of the environment of the library speculators: `speculators_child.py JOB ANSWER
-PROGRESS`.
+"""Run by the Python of the environment of the library speculators: `speculators_child.py JOB
+ANSWER`.
 
 JOB: {directory: where the target is, target: its name there, save: {directory: algorithm and
 options, with `ids` if its draft vocabulary is reduced, and `target` for another one}, load:
@@ -31,7 +31,7 @@ LAYERS = {
 }
 
 
-def main(job_file: str, answer_file: str, _: str) -> None:
+def main(job_file: str, answer_file: str) -> None:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     # An export names its target by the last part of its path.
     os.chdir(job["directory"])

@@ -129,13 +129,10 @@ def test_a_command_runs_in_its_smallest_form(name: str, figures_of: Callable[...
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("engine", "name"), [("llama-server", "llama"), ("openvino", "openvino")])
-def test_an_engine_takes_part_in_the_smallest_form(
-    engine: str, name: str, figures_of: Callable[..., Figures]
-) -> None:
-    needs(engine)
+def test_llama_cpp_takes_part_in_the_smallest_form(figures_of: Callable[..., Figures]) -> None:
+    needs("llama-server")
     greedy = figures_of("decode")["contests"][0]["contestants"]
-    theirs = {one for one in NAMES if one.startswith(name)}
+    theirs = {one for one in NAMES if one.startswith("llama")}
     assert theirs <= set(greedy)
     # Weights in fewer bits make another model.
     assert all(greedy[one]["equal_within_rounding"] == 1 for one in theirs if "_q" not in one)

@@ -160,7 +160,7 @@ def of_gguf(place: Path, models: Models) -> Models:
     """These models with a target that is a GGUF file, which llama.cpp needs."""
     write_gguf(place / "target.gguf")
     target = load_target(str(place / "target.gguf"))
-    return Models(target, models.assistant, models.drafter_path, models.heads)
+    return Models(target, models.assistant, models.heads)
 
 
 def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models, tmp_path):
@@ -195,8 +195,8 @@ def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_mode
     def broken(*_: Any) -> None:
         raise IsADirectoryError("a folder")
 
-    monkeypatch.setattr("benchmarks.shared.llama_contestants.program", broken)
-    names = ["plain", "generate", "llama", "openvino"]
+    monkeypatch.setattr("benchmarks.shared.decode_contestants.program", broken)
+    names = ["plain", "generate", "llama"]
     for setting, found in (
         (Setting(1, 8), {"llama": "IsADirectoryError: a folder"}),
         (Setting(1, 8, batch=2), {}),  # it does not have this setting
@@ -209,23 +209,18 @@ def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_mode
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("engine", "name", "more"),
-    [("llama-server", "llama", ["llama_q8"]), ("openvino", "openvino", [])],
-    ids=["llama-server", "openvino"],
-)
-def test_an_engine_takes_part_where_it_is_installed(engine, name, more, tmp_path, tiny_models):
-    needs(engine)
+def test_llama_cpp_takes_part_where_it_is_installed(tmp_path, tiny_models):
+    needs("llama-server")
     models = of_gguf(tmp_path, tiny_models)
-    same = [name, f"{name}_drafter", f"{name}_lookup"]
-    names = ["plain", "generate", *same, *more]
+    same = ["llama", "llama_drafter", "llama_lookup"]
+    names = ["plain", "generate", *same, "llama_q8"]
     with models.closing:
         contest = hold_contest(models, Setting(2, 16), TEXTS, 3, Reporter(silent=True), names)
     assert not contest.unable
     assert [contest.equal[one][1] for one in same] == [1] * 3
-    assert contest.figures(name)["tokens_per_step"] == 1
-    assert contest.passes[f"{name}_drafter"].accepted > 0
-    assert {f"plain_vs_{one}" for one in (name, *more)} <= set(ratios([contest]))
+    assert contest.figures("llama")["tokens_per_step"] == 1
+    assert contest.passes["llama_drafter"].accepted > 0
+    assert {"plain_vs_llama", "plain_vs_llama_q8"} <= set(ratios([contest]))
 
 
 def test_behind_notes_no_time_has_the_pass_over_the_prompt(tiny_models, monkeypatch):
@@ -282,13 +277,11 @@ def _generate(model: Any, prompt: list[int]) -> list[int]:
 
 def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names():
     target = tiny_target(max_positions=512)
-    target.model.generation_config.eos_token_id = None
     prompts = [serve.Prompt([], ids) for ids in TEXTS[:3]]
     contestants = {
         "served": serve.one_after_the_other(target, "ngram", DecodeSettings()),
         "alone": serve.one_after_the_other(target, "none", DecodeSettings()),
-        "generate_batch": serve.generate_batch(target.model),
-        "generate": serve.generate(target.model),
+        "llama_server": serve.one_after_the_other(target, "none", DecodeSettings()),
     }
     turns = {
         count: {name: [run(prompts, count, 9)] for name, run in contestants.items()}
@@ -296,15 +289,13 @@ def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names
     }
     for by_name in turns.values():
         assert {turn.tokens for (turn,) in by_name.values()} == {3 * 9}
-        assert {len(turn.firsts) for (turn,) in by_name.values()} == {0, 3}
+        assert {len(turn.firsts) for (turn,) in by_name.values()} == {3}
         assert all(
             0 < first < turn.seconds for (turn,) in by_name.values() for first in turn.firsts
         )
     values = serve_main.ratios(turns)
     assert {"serve_2_vs_1", "serve_1_vs_one_after_the_other"} < set(values)
-    assert {"serve_vs_transformers_generate_batch_2", "serve_vs_transformers_generate_1"} < set(
-        values
-    )
+    assert {"serve_vs_llama_server_1", "serve_vs_llama_server_2"} < set(values)
     assert all(value > 0 for value in values.values())
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.base import device
+from decode.base import clock as loop_clock
 from decode.base.errors import UserError
 from decode.costs import Costs
 from decode.draft import Contexts, Draft, Limits
@@ -37,7 +37,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        for module in (device, combined):
+        for module in (loop_clock, combined):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def charge(self, lm: Any, first: float, further: float) -> None:

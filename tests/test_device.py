@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.base.device import Clock
+from decode.base.clock import Clock
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel

@@ -22,6 +22,7 @@ from tests.tiny import save_tiny
 from tests.training import begin_anew
 from train.base.launcher import environment_of_one
 from train.base.tracking.trackers import PACKAGES, chosen_trackers
+from train.loop.accelerator import precision_in_words
 from train.measure.time_passes import trains_in_bfloat16
 from train.run.config_checks import load_config, validate_config
 from train.run.entry import begun
@@ -165,6 +166,28 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
     assert trains_in_bfloat16(torch.device("cuda"))
     expected = torch.bfloat16 if computes else torch.float32
     assert resolve_dtype("fastest", torch.device("cpu")) == expected
+
+
+def test_a_plan_says_in_what_products_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch computes float32 products without TF32 unless it is told otherwise."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert precision_in_words(cpu, "no", torch.bfloat16) == (
+        "products on cpu: trainings in float32; the target's passes in bfloat16"
+    )
+    assert "bfloat16 (autocast; the weights stay float32)" in precision_in_words(
+        cuda, "bf16", torch.float16
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "float32 without TF32 (precision: bf16 takes" in precision_in_words(
+        cuda, "no", torch.bfloat16
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True  # as accelerate does
+        assert "in float32 with TF32; the" in precision_in_words(cuda, "no", torch.bfloat16)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_another_precision_is_refused_if_the_caller_has_an_accelerator(base: Path) -> None:

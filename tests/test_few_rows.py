@@ -20,7 +20,7 @@ from decode.model.forward import few_rows
 from decode.model.forward.attention_mask import AttentionMask, SlotAttention
 from decode.model.forward.few_rows_layers import CHUNK, FewRowsLayer, FewRowsPass
 from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.lean_parts import PackedLinear
+from decode.model.forward.lean_parts import PackedLinear, multiply
 from decode.model.forward.packed_alone import keep_packed_alone
 from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.quantised_rows import NAMES, unpacked
@@ -142,7 +142,7 @@ def test_weights_in_12_bits_have_the_bits_of_plain_ones(
     assert plain.data.nbytes == words.nbytes
     x = torch.randn(30, size).bfloat16()
     for rows in (1, 5, 12, 13, 30):
-        pair = [few_rows.multiply(x[:rows], some, None, None, "none") for some in (blocks, plain)]
+        pair = [multiply(x[:rows], some, None, None, "none") for some in (blocks, plain)]
         assert torch.equal(*[y.view(torch.int16) for y in pair])
 
 

@@ -25,13 +25,15 @@ from draftsmith.forecast.answer import (
     Range,
     Speed,
     advice,
+    losers,
     read_forecast,
 )
 from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
 from draftsmith.forecast.entry import _enough
-from draftsmith.forecast.pilots import as_row, next_rows, pilot_config, write_data
+from draftsmith.forecast.pilots import PilotResult, as_row, next_rows, pilot_config, write_data
 from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
 from tests.upstream import served
+from train.base.run_files import stored_forecast
 from train.data.read import read_examples
 from train.engines import counters
 from train.report.report_summary import footnotes
@@ -94,6 +96,17 @@ def test_tokens_of_one_text_count_less() -> None:
     assert spread_of(reached, accepted, 100, 0.3) > 5
 
 
+def test_a_drafter_that_seldom_drafts_gains_as_little_as_was_measured() -> None:
+    found = {
+        **{"reached_by_position": [40, 20], "acceptance_by_position": [0.5, 0.5]},
+        **{"steps": 1000, "tokens_per_step": 1.03, "nodes_per_step": 0.06},
+        "tokens_per_step_interval": None,
+    }
+    draws = acceptance_at(1.0, [PilotResult.of("ngram", found, 1.0).point])
+    low, high = np.quantile(tokens_per_step(draws), [0.05, 0.95])
+    assert low < 1.03 < high < 1.06
+
+
 def test_the_next_training_fits_into_time_and_data() -> None:
     slow, free = [(48, 100.0)], [(48, 10.0), (96, 10.0)]
     assert [next_rows(10_000, slow, left) for left in (199.0, 211.0, 900.0)] == [None, 96, 192]
@@ -133,19 +146,22 @@ def test_a_small_run_has_a_part_of_the_text_and_of_the_steps(
     answers = {"name": "answers", "kind": "generate", "prompts": 20}
     config = settings(base)
     stage = config["stages"][0]
-    config["stages"] = (answers, stage | {"text": "answers", "loop": {"max_steps": 40}})
+    more = {"loop": {"max_steps": 40}, "optimizer": {"lr": 1e-3, "warmup_steps": 10}}
+    config["stages"] = (answers, stage | {"text": "answers", **more})
     whole = resolve(config)
     examples, _ = read_examples(str(base / "rows.jsonl"))
     splits = {"train": examples, "test": examples.select(range(3))}
     files = write_data(splits, 6, base / "data")
     small = pilot_config(whole, files, 6 / 30, base / "here" / "rows-6", bare=False)
     assert (small.stages[0].prompts, small.stages[1].loop.max_steps) == (4, 8)
+    assert small.stages[1].optimizer.warmup_steps == 2
     assert (small.run_dir, small.evaluation.timed_prompts) == (base / "here" / "rows-6", 0)
     assert [len(read_examples(files[split])[0]) for split in ("train", "test")] == [6, 3]
     bare = pilot_config(whole, files, 6 / 30, base / "here" / "untrained", bare=True)
     assert (bare.stages[0].max_new_tokens, bare.stages[1].loop.max_steps) == (16, 1)
 
 
+WHERE = "with 1 text of 256 tokens at a time"
 COSTS = Costs(0.1, 1, 0.1, (1, 2), (1.0, 1.1))
 
 
@@ -173,6 +189,9 @@ def test_the_advice_follows_the_intervals(
 ) -> None:
     lines = [replace(line("heads", True, *heads), enough=50), line("ngram", False, *lookup)]
     assert advice(lines, 200).startswith(said)
+    slow = [name for name, (low, high) in (("heads", heads), ("ngram", lookup)) if low + high < 2]
+    expected = [f"probably slower than plain decoding {WHERE}: {', '.join(slow)}"]
+    assert losers(lines) == (expected if slow else [])
     lines[0] = replace(lines[0], enough=200)
     assert advice(lines, 200).startswith(said.replace("50 of", "all"))
 
@@ -233,6 +252,14 @@ def test_a_forecast_stands_beside_what_comes_out(
     assert ["speed-up" in said for said in beside()] == [False, True]
     report["forecast"]["elsewhere"] = True
     assert ["speed-up" in said for said in beside()] == [False]
+    # Finished trainings are used, and costs alone replace no forecast.
+    again, _ = forecast(*command, "--minutes", "1e-6")
+    assert (again["pilots"], again["afterwards"]) == ([48, 96], True)
+    costs, _ = forecast(*command, "--minutes", "0")
+    assert costs["pilots"] == []
+    assert stored_forecast(base / "runs" / "first")["pilots"] == [48, 96]
+    tokens, (once,) = ngram["tokens_per_step"], ngram["measured"].values()
+    assert tokens["low"] - 0.01 <= once <= tokens["high"]
     # The run judges on the same prompts.
     (judged,) = (row["evaluation"] for row in report["rows"] if row["drafter"] == "ngram")
     assert list(ngram["measured"].values()) == [judged["tokens_per_step"]]
@@ -270,6 +297,11 @@ def test_costs_of_another_machine_are_used(
     )
     assert "other: the file of --surface has no costs of it" in said
     assert renamed["lines"][0]["cells"] == []
+    for broken in ([], [1.0], [float("nan")] * len(there["lines"][0]["cells"][0]["costs"]["v"])):
+        other = json.loads(json.dumps(there))
+        other["lines"][0]["cells"][0]["costs"]["v"] = broken
+        Path("broken.json").write_text(json.dumps(other), encoding="utf-8")
+        assert "they are no figures" in refused("broken.json")
     there["target"] = "llama of 5 weights"
     Path("there.json").write_text(json.dumps(there), encoding="utf-8")
     assert "but that of the file of --surface a llama of 5" in refused("there.json")

@@ -316,6 +316,7 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     planned = command("train", str(place / "config.yaml"), "--dry-run", "--speed", "generate=10")
     assert planned.exit_code == 0, planned.stderr
     assert "≈ 15 s" in planned.stdout  # 15 answers of 10 tokens
+    assert "products on cpu: trainings in float32; the target's passes in float32" in planned.stdout
     assert " of disk, where " in planned.stdout
     assert "disk may be too small" not in planned.stdout
     monkeypatch.setattr("draftsmith.cli.plan.free_space", lambda _: 0)

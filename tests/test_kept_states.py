@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from distill.teacher import cache_parts
 from distill.teacher.cached_features import CachedFeatures
@@ -171,7 +172,7 @@ def test_the_plan_counts_kept_states_once(ending: StageInputs) -> None:
 
 # --- answers of vLLM ------------------------------------------------------------------------------
 
-SERVER = {"launch": "vllm", "concurrency": 2, "probe_prompts": 2}
+SERVER = {"keep_states": True, "launch": "vllm", "concurrency": 2, "probe_prompts": 2}
 
 
 @pytest.fixture
@@ -252,20 +253,30 @@ def test_which_servers_keep_states(
     ending: StageInputs, vllm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_cache = replace(ending, later=[cache_stage()])
-    drawn, prefixes = {"temperature": 0.5}, {"options": {"enable-prefix-caching": True}}
+    drawn = {"temperature": 0.5}
     for kept, sampling, server, for_cpu in (
         (True, {}, SERVER, True),
         (True, drawn, SERVER, False),
-        (False, drawn, SERVER, True),
-        (False, drawn | {"min_p": 0.1}, SERVER, False),
-        (False, {}, SERVER | prefixes, False),
-        (False, {}, {"url": "http://a"}, False),
+        (None, drawn, SERVER, True),
+        (None, drawn | {"min_p": 0.1}, SERVER, False),
+        (False, {}, {"launch": "vllm"}, False),
     ):
         build = VLLMBuild(Path("python"), "0.32.0", for_cpu)
         monkeypatch.setattr(launch, "find_vllm", lambda _, found=build: found)
         settings = ANSWERS | {"sampling": sampling, "server": server}
-        plan = plan_stage(with_cache, make_stage("generate", "answers", **settings))
-        assert plan.captured_layers == ([FINAL, 0] if kept else [])
+        stage = make_stage("generate", "answers", **settings)
+        if kept is None:
+            with pytest.raises(UserError, match="vLLM cannot draw with"):
+                plan_stage(with_cache, stage)
+            continue
+        assert plan_stage(with_cache, stage).captured_layers == ([FINAL, 0] if kept else [])
+    for server, said in (
+        (SERVER | {"options": {"enable-prefix-caching": True}}, "sets itself"),
+        ({"url": "http://a", "keep_states": True}, "needs launch: vllm"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_stage("generate", "answers", **ANSWERS, server=server)
+    monkeypatch.setattr(launch, "find_vllm", lambda _: None)
     # vLLM stores no state in a step in which a text comes near its limit.
     longest = max(map(len, ending.corpus.prompts(ending.corpus.examples["train"])))
     room = ending.target.max_positions - longest - answer_parts.SPARE_TOKENS
@@ -284,7 +295,7 @@ def test_vllm_keeps_the_states_of_the_whole_text(
 ) -> None:
     needs("vllm")
     # On a CPU vLLM draws another text, which has its states too.
-    monkeypatch.setattr(generate, "keeps_states", lambda *_: True)
+    monkeypatch.setattr(generate, "require_states", lambda *_: None)
     context = with_ends(stage_context(tmp_path, save_target(tmp_path / "target")))
     context = with_examples(context, train=examples("train", 6))
     options = {"enforce_eager": True, "max_num_seqs": 3}

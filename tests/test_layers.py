@@ -54,7 +54,6 @@ def test_every_package_is_one_of_the_product_or_beside_it() -> None:
 CHILDREN = {
     "tools/peers_child.py",
     "tests/speculators_child.py",
-    "benchmarks/shared/openvino_decode_child.py",
     "benchmarks/shared/speculators_child.py",
     "draftsmith/export/engines/library_server.py",
     "train/engines/states/vllm_connector.py",

@@ -460,7 +460,7 @@ def decode_made(
     """
     random = np.random.default_rng(seed)
     policy.start(rows)
-    at, taken = 0.0, []
+    at, ended, taken = 0.0, 0.0, []
     while at < tokens:
         depths, draft, alpha, did = asked_in_turn(policy, drafters, at, random)
         keep = policy.kept(draft) if depths.any() else None
@@ -485,9 +485,15 @@ def decode_made(
         taken.append((at, int(depths.max()), seconds))
         emitted = float(told.emitted.mean())
         at += emitted
+        ended += rows * emitted / lasts
         for one in drafters:
             one.missed += emitted
-            one.joined += rows * emitted / lasts
+        while ended >= 1:  # the eldest text
+            ended -= 1
+            policy.keep_rows(np.arange(1, rows))
+            policy.add_rows(1)
+            for one in drafters:
+                one.joined += 1
     return taken, sum(seconds for _, _, seconds in taken) / (at * PLAIN)
 
 
@@ -559,6 +565,21 @@ def test_prompts_that_a_drafter_reads_count_as_its_costs(kind: type[CostModel]) 
     _, cost = decode_made(kind(4), [heads], 1_000, slope=0.5, rows=8, lasts=32)
     assert len(heads.asked) > 5
     assert cost <= 1.05
+
+
+@by_costs
+@pytest.mark.parametrize(("prompt", "lasts", "reads"), [(1.0, 100, True), (8.0, 40, False)])
+def test_new_texts_are_read_if_their_drafts_save_more(
+    kind: type[CostModel], prompt: float, lasts: float, reads: bool
+) -> None:
+    """A draft brings half a token for a seventh of a step, in each of four texts. To read one takes
+    a twelfth, or the whole, of what that saves."""
+    heads = Made(lambda _: 0.5, 0.1, missed=0.0, prompt=prompt)
+    policy = kind(1)
+    taken, cost = decode_made(policy, [heads], 2_000, rows=4, lasts=lasts)
+    drafted = np.mean([gamma > 0 for at, gamma, _ in taken if at > 500])
+    assert drafted > 0.9 if reads else drafted < 0.3
+    assert cost < (0.88 if reads else 1.05)
 
 
 @by_costs
@@ -894,7 +915,7 @@ def test_heads_that_become_good_come_back_beside_lookup(kind: type[CostModel]) -
     early, late = (sum(a < at < a + 200 for at, *_ in taken) for a in (100, 400))
     # A probe of a drafter that is this quick costs little.
     assert sum(100 < at < 300 for at in both[1].asked) < 0.25 * early
-    assert sum(400 < at < 600 for at in both[1].asked) > 0.9 * late
+    assert sum(400 < at < 600 for at in both[1].asked) > 0.85 * late
 
 
 @by_costs

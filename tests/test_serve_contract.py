@@ -22,11 +22,11 @@ from pydantic import TypeAdapter
 from decode.draw.sampling import Sampling
 from draftsmith.net.api_error import LONGEST_MESSAGE, ApiError
 from draftsmith.serve.openai.answers import event
-from draftsmith.serve.openai.asked import Asked
 from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS
 from draftsmith.serve.openai.reading import SHORT, RequestLimits, longest_token
+from draftsmith.serve.openai.text_request import TextRequest
 from tests.service import (
     MODEL,
     QUESTION,
@@ -73,7 +73,7 @@ def error_of(contract: Contract, body: dict[str, Any]) -> dict[str, Any] | None:
     """What a request is refused with. None: it is taken."""
     try:
         request = parse(contract, json.dumps(body).encode())
-        if isinstance(request, Asked):
+        if isinstance(request, TextRequest):
             LIMITS.sampling_of(request)
     except ApiError as error:
         answer: dict[str, Any] = error.body["error"]

@@ -200,6 +200,7 @@ def different(draft: Draft) -> tuple[Draft, np.ndarray]:
 
 def drafts_of(drafter: Drafter, rng: GridNoise, **limits: Any) -> Draft:
     contexts = contexts_of([[0]] * len(rng.grid))
+    drafter.start(contexts)
     return drafter.draft(contexts, replace(limits_of(contexts, 2), **limits), PLAIN, rng)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.shared.llama_contestants import program, quantised, write_target
+from benchmarks.shared.llama_cpp import program, quantised, write_target
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder

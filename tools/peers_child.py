@@ -1,5 +1,5 @@
 """Run by the Python of the environment `peers` or `speculators`:
-`peers_child.py JOB ANSWER PROGRESS`.
+`peers_child.py JOB ANSWER`.
 
 JOB: {logits: a file with `student` and `teacher`, float64 [n, V]; cases: [{peer, options}];
 results: a file to write}. The file gets each case's loss, summed over tokens, and its gradient in
@@ -73,7 +73,7 @@ PEERS: dict[str, Loss] = {
 }
 
 
-def main(job_file: str, answer_file: str, _: str) -> None:
+def main(job_file: str, answer_file: str) -> None:
     job: dict[str, Any] = json.loads(Path(job_file).read_text(encoding="utf-8"))
     logits = load_file(job["logits"])
     results: dict[str, Tensor] = {}

@@ -6,7 +6,6 @@ from typing import Any
 
 from draftsmith.serve.anthropic.messages_request import MESSAGES
 from draftsmith.serve.batching.metrics import Metrics
-from draftsmith.serve.openai.asked import OUR_OPTIONS, REASONING, STREAM_OPTIONS
 from draftsmith.serve.openai.contract import Contract, expected_of
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.messages import MESSAGE, PART
@@ -18,6 +17,7 @@ from draftsmith.serve.openai.openai_requests import (
     RESPONSES,
     SETTINGS,
 )
+from draftsmith.serve.openai.text_request import OUR_OPTIONS, REASONING, STREAM_OPTIONS
 from tools.markdown import table
 
 _SERVED: dict[str, Contract] = {

@@ -12,9 +12,7 @@ its system message. Contestants:
 
 - our service with the drafter, and without one;
 - the loop of this service in the benchmark's process, one prompt after the other;
-- `transformers serve`, also with `--continuous-batching`, if its packages are installed;
-- transformers' `generate_batch()` and `generate()` in the benchmark's process, without HTTP, on as
-  many prompts at once as there are clients. Nobody can see the first token of `generate()`;
+- `transformers serve --continuous-batching`, if its packages are installed;
 - llama-server on the same weights, plain and with its prompt lookup, with a slot for each client.
 
 If a contestant fails or is not installed, the output gives the reason, and it has no ratio. Ratios
@@ -43,6 +41,7 @@ from benchmarks.common import (
     Unable,
     describe_machine,
     end_benchmark,
+    ratio_table,
     rows_table,
     run_command,
     save_figure,
@@ -53,14 +52,12 @@ from benchmarks.serve.contestants import (
     Contestant,
     Prompt,
     Turn,
-    generate,
-    generate_batch,
-    llama_command,
     one_after_the_other,
     over_http,
     transformers_command,
 )
 from benchmarks.serve.process import ServiceProcess, prepare, serve_command
+from benchmarks.shared.llama_cpp import server_command, write_target
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
@@ -71,6 +68,7 @@ from train.base.console import Reporter
 from train.data.read import Example, spread
 
 CLIENTS = [1, 4, 16]
+LLAMA_CONTEXT = 512  # tokens of a text that llama-server has memory for
 OURS = ("served", "plain_served", "alone")
 PACKAGES = ("starlette", "uvicorn", "fastapi")
 # {number of clients: {contestant: its turns}}
@@ -91,8 +89,8 @@ def main(
     clients: Annotated[list[int] | None, typer.Option(help="clients at once; repeat it")] = None,
     others: Annotated[
         str,
-        typer.Option(help="begin the names of other contestants: transformers, generate, llama"),
-    ] = "transformers,generate,llama",
+        typer.Option(help="begin the names of other contestants: transformers, llama"),
+    ] = "transformers,llama",
 ) -> None:
     """Measure the service beside others."""
     if clients is not None and min(clients) < 1:
@@ -133,8 +131,8 @@ def main(
             for count, by in turns.items()
         ],
     }
-    ratio_rows = [{"what": k, "ratio": f"{v:.2f}"} for k, v in figures["ratios"].items()]
-    reporter.table(rows_table("ratios of tokens a second, ours over theirs", ratio_rows))
+    title = "ratios of tokens a second, ours over theirs"
+    reporter.table(ratio_table(title, figures["ratios"]))
     if plot is not None:
         plot_turns(turns, plot)
     machine = describe_machine(PACKAGES)
@@ -179,26 +177,23 @@ def enter_contestants(
     unable: dict[str, str] = {}
     broken: dict[str, str] = {}
 
-    def transformers(*more: str) -> Contestant:
+    def transformers() -> Contestant:
         device = str(target.device)
         command = transformers_command(model, target.tokenizer, directory, device)
-        service = stack.enter_context(ServiceProcess([*command, *more]))
+        service = stack.enter_context(ServiceProcess(command))
         service.warm_up(str(directory))
         return over_http(service, str(directory))
 
     def llama(*more: str) -> Contestant:
-        command = llama_command(target, model, directory / FILE, clients)
+        file = directory / FILE
+        command = server_command(file, rows=clients, context=LLAMA_CONTEXT)
+        if not file.exists():
+            write_target(directory, model, target.name)
         service = stack.enter_context(ServiceProcess([*command, *more]))
         return over_http(service, cache_prompt=False, **fields)
 
-    continuous = ("--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024")
     makers: dict[str, Callable[[], Contestant]] = {
-        "transformers_serve": transformers,
-        "transformers_serve_continuous": partial(
-            transformers, "--continuous-batching", *continuous
-        ),
-        "generate_batch": partial(generate_batch, model),
-        "generate": partial(generate, model),
+        "transformers_serve_continuous": transformers,
         "llama_server": llama,
         "llama_server_lookup": partial(llama, "--spec-type", "ngram-simple"),
     }
@@ -277,7 +272,7 @@ def summary(turns: Sequence[Turn]) -> dict[str, Any]:
         "tokens_per_second": sum(turn.tokens for turn in turns)
         / sum(turn.seconds for turn in turns),
         "tokens_per_second_of_turns": [turn.speed for turn in turns],
-        "first_token_seconds": median(firsts) if firsts else None,
+        "first_token_seconds": median(firsts),
         "tokens": sum(turn.tokens for turn in turns),
     }
 
@@ -303,10 +298,9 @@ def ratios(turns: Turns) -> dict[str, float]:
         for name in NAMES:
             if name in OURS or (name, count) not in speeds:
                 continue
-            label = f"transformers_{name}" if name.startswith("generate") else name
-            values[f"serve_vs_{label}_{count}"] = served / speeds[name, count]
+            values[f"serve_vs_{name}_{count}"] = served / speeds[name, count]
             if ("plain_served", count) in speeds:
-                values[f"plain_served_vs_{label}_{count}"] = (
+                values[f"plain_served_vs_{name}_{count}"] = (
                     speeds["plain_served", count] / speeds[name, count]
                 )
     return values
@@ -316,14 +310,13 @@ def turns_table(count: int, turns: dict[str, list[Turn]], tokens: int) -> Any:
     rows = []
     for name, taken in turns.items():
         figures = summary(taken)
-        first = figures["first_token_seconds"]
         speeds = figures["tokens_per_second_of_turns"]
         rows.append(
             {
                 "contestant": NAMES[name],
                 "tokens/s": f"{figures['tokens_per_second']:.1f}",
                 "of turns": f"{min(speeds):.1f}–{max(speeds):.1f}",
-                "first token, ms": "–" if first is None else f"{1000 * first:.0f}",
+                "first token, ms": f"{1000 * figures['first_token_seconds']:.0f}",
             }
         )
     return rows_table(f"clients at once: {count}; answers of {tokens} tokens", rows)
@@ -341,7 +334,7 @@ def plot_turns(turns: Turns, file: Path) -> None:
         }
         style = "o-" if name in OURS else "s--"
         for panel, key in ((speed, "tokens_per_second"), (first, "first_token_seconds")):
-            points = [(n, one[key]) for n, one in figures.items() if one[key] is not None]
+            points = [(n, one[key]) for n, one in figures.items()]
             if points:
                 panel.plot(*zip(*points, strict=True), style, label=label, markersize=4)
     for panel, label in ((speed, "tokens/s"), (first, "median seconds to the first token")):

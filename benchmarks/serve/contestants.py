@@ -8,13 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
-
 from benchmarks.common import Unable
 from benchmarks.serve.client import ask_all
 from benchmarks.serve.process import MODEL, ServiceProcess
-from benchmarks.shared.llama_contestants import program, write_target
 from decode.base.device import dtype_name
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
@@ -24,17 +20,10 @@ NAMES = {
     "served": "draftsmith serve, with the drafter",
     "plain_served": "draftsmith serve, no drafter",
     "alone": "draftsmith's loop, one after the other",
-    "transformers_serve": "transformers serve",
     "transformers_serve_continuous": "transformers serve --continuous-batching",
-    "generate_batch": "transformers generate_batch()",
-    "generate": "transformers generate(), a batch",
     "llama_server": "llama-server",
     "llama_server_lookup": "llama-server, prompt lookup",
 }
-# Tokens of each text that llama-server has memory for.
-CONTEXT = 512
-# Tokens in each block of the cache of generate_batch, by default.
-BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -48,7 +37,7 @@ class Prompt:
 @dataclass
 class Turn:
     """Answers to some prompts. tokens: of all answers. seconds: until the last one. firsts: until
-    the first text of each answer, from its request on; empty where nobody can see it."""
+    the first text of each answer, from its request on."""
 
     tokens: int
     seconds: float
@@ -101,68 +90,9 @@ def one_after_the_other(target: Target, drafter: str, settings: DecodeSettings) 
     return run
 
 
-def generate_batch(model: Any) -> Contestant:
-    """transformers' continuous batching, with as many requests at once as there are clients."""
-
-    def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
-        ids = [prompt.ids for prompt in prompts]
-        blocks = -(-(max(map(len, ids)) + tokens) // BLOCK)
-        config = ContinuousBatchingConfig(num_blocks=(clients + 1) * blocks, max_batch_tokens=1024)
-        turn = Turn(0, 0.0)
-        for at in range(0, len(ids), clients):
-            begun = time.perf_counter()
-            answers = model.generate_batch(
-                ids[at : at + clients],
-                generation_config=greedy(model, tokens),
-                continuous_batching_config=config,
-                record_timestamps=True,
-            ).values()
-            turn.seconds += time.perf_counter() - begun
-            if len(answers) != len(ids[at : at + clients]) or any(one.error for one in answers):
-                raise RuntimeError("not all requests were answered")
-            turn.tokens += sum(len(answer.generated_tokens) for answer in answers)
-            turn.firsts += [answer.timestamps[0] - begun for answer in answers]
-        return turn
-
-    return run
-
-
-def generate(model: Any) -> Contestant:
-    """`generate()` on batches of as many prompts as there are clients, padded on the left."""
-
-    def run(prompts: Sequence[Prompt], clients: int, tokens: int) -> Turn:
-        turn = Turn(0, 0.0)
-        for at in range(0, len(prompts), clients):
-            ids = [prompt.ids for prompt in prompts[at : at + clients]]
-            width = max(map(len, ids))
-            config = greedy(model, tokens)
-            begun = time.perf_counter()
-            padded = torch.tensor(
-                [[config.pad_token_id] * (width - len(one)) + one for one in ids],
-                device=model.device,
-            )
-            mask = torch.tensor(
-                [[0] * (width - len(one)) + [1] * len(one) for one in ids], device=model.device
-            )
-            texts = model.generate(padded, attention_mask=mask, generation_config=config)
-            turn.seconds += time.perf_counter() - begun
-            turn.tokens += texts[:, width:].numel()
-        return turn
-
-    return run
-
-
-def greedy(model: Any, tokens: int) -> GenerationConfig:
-    """Greedy texts of so many tokens. The model must have no EOS in its own config."""
-    pad = model.generation_config.pad_token_id
-    return GenerationConfig(
-        max_new_tokens=tokens, do_sample=False, pad_token_id=0 if pad is None else pad
-    )
-
-
 def transformers_command(model: Any, tokenizer: Any, directory: Path, device: str) -> list[str]:
-    """The command `transformers serve` for this model, which is stored in the directory. Raises
-    Unable if what it needs is not installed."""
+    """The command `transformers serve` for this model, which is stored in the directory, with
+    continuous batching. Raises Unable if what it needs is not installed."""
     for package in ("fastapi", "uvicorn", "openai"):
         if importlib.util.find_spec(package) is None:
             raise Unable(f"{package} is not installed; pip install 'transformers[serving]'")
@@ -170,14 +100,5 @@ def transformers_command(model: Any, tokenizer: Any, directory: Path, device: st
     tokenizer.save_pretrained(directory)
     main = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", main, "serve", str(directory), "--device", device]
-    return [*command, "--dtype", dtype_name(model.dtype)]
-
-
-def llama_command(target: Target, model: Any, file: Path, clients: int) -> list[str]:
-    """The command of llama-server for this model, which is stored in the file. Raises Unable if it
-    is not installed, or if the model cannot be stored so."""
-    server = program()
-    if not file.exists():
-        write_target(file.parent, model, target.name)
-    command = [str(server), "-m", str(file), "--host", "127.0.0.1", "-np", str(clients)]
-    return [*command, "-c", str(CONTEXT * clients), "-t", str(torch.get_num_threads())]
+    command += ["--dtype", dtype_name(model.dtype), "--continuous-batching"]
+    return [*command, "--cb-num-blocks", "256", "--cb-max-batch-tokens", "1024"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.common import start_benchmark
+from benchmarks.common import OUTPUT_CHARACTERS, start_benchmark
 from benchmarks.serve.client import CHAT, Answer, ask
 from decode.model.loading import Target, load_target
 from train.base.console import Reporter
@@ -23,7 +23,6 @@ from train.engines.child_process import free_port
 
 MODEL = "target"  # what requests call it
 START_SECONDS = 180
-OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's output
 
 
 def command(*words: str) -> list[str]:

@@ -1,14 +1,13 @@
 """Jobs of Python libraries that have an environment of their own.
 
-That environment's Python runs a script of ours, which shares no code with us. The script reads a
-job and writes an answer, both JSON files. It appends to a third file whenever it makes progress, so
-a process that hangs can be told from one that is slow.
+That environment's Python runs a script of ours, which reads a job and writes an answer, both JSON
+files.
 """
 
 import json
 import os
+import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 from decode.base.errors import UserError
 from train.engines.child_process import log_ending, python_of, start_process, stop_process
 
-# The longest time without progress. Loading a model counts as one step of progress.
+# The longest time of a job.
 HANG_SECONDS = 600.0
-POLL_SECONDS = 0.1
 
 
 def run_job(
@@ -26,32 +24,22 @@ def run_job(
     script: Path,
     job: Mapping[str, Any],
     env: Mapping[str, str] | None = None,
-    python: Path | None = None,
 ) -> dict[str, Any]:
-    """Run `script` with a Python, by default that of engine `name`, with `env` added to our
-    environment, and return its answer. Raises UserError if it fails or hangs. Leaves no process
-    behind."""
+    """Run `script` with the Python of engine `name` and return its answer. env: is added to our
+    environment. Raises UserError if it fails or hangs. Leaves no process behind."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
-        files = [Path(directory) / file for file in ("job.json", "answer.json", "progress")]
-        job_file, answer_file, progress_file = files
+        job_file, answer_file = Path(directory, "job.json"), Path(directory, "answer.json")
         job_file.write_text(json.dumps(job), encoding="utf-8")
-        progress_file.touch()
         # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
-        command = [str(python or python_of(name)), "-I", str(script), *map(str, files)]
+        command = [str(python_of(name)), "-I", *map(str, (script, job_file, answer_file))]
         environment = {**os.environ, **(env or {})}
         process = start_process(name, command, log, environment, guarded=True)
         try:
-            last_size, idle_polls = 0, 0
-            while process.poll() is None:
-                time.sleep(POLL_SECONDS)
-                # Count polls instead of clock time, so a pause of this process is no timeout.
-                size = progress_file.stat().st_size
-                idle_polls = 0 if size > last_size else idle_polls + 1
-                last_size = max(size, last_size)
-                if idle_polls * POLL_SECONDS > HANG_SECONDS:
-                    raise UserError(
-                        f"{name} made no progress for {HANG_SECONDS:.0f} s. {log_ending(log)}"
-                    )
+            process.wait(HANG_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"{name} did not end within {HANG_SECONDS:.0f} s. {log_ending(log)}"
+            ) from error
         finally:
             stop_process(process)
         if process.returncode:

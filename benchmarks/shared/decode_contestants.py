@@ -3,26 +3,25 @@
 All of them decode the same two modules, a target and a drafter, without an end-of-text token, so
 all emit the same number of tokens. A contestant that does not support a setting raises `Unable`,
 and the benchmark reports it. Any other error ends the benchmark with an error status.
-`Passes` has the passes of a loop, reported by the
-loop or observed from outside.
+`Passes` has the passes of a loop, reported by the loop or observed from outside.
 """
 
-import logging
+import functools
+import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from benchmarks.common import Unable
-from benchmarks.shared.llama_contestants import Answers, llama_answers
-from benchmarks.shared.openvino_contestants import openvino_answers
-from decode.base.device import dtype_name
+from benchmarks.shared.llama_cpp import program, quantised, server_command, write_target
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
@@ -34,8 +33,12 @@ from decode.model.forward.prepare_model import can_pack, packed_copy
 from decode.model.generation_config import nothing_filled_in
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
+from draftsmith.export.formats.gguf_layout import FILE
+from train.engines.child_process import Server, serving
+from train.engines.counters import DraftCounts, counts_beside
 
 MAX_N = 3  # the longest n-gram that every prompt lookup tries
+LLAMA_CONTEXT = 4096  # tokens of a text that llama.cpp has memory for
 
 NAMES = {
     "plain": "ours, plain",
@@ -47,18 +50,11 @@ NAMES = {
     "assisted": "transformers, drafter, constant γ",
     "assisted_defaults": "transformers, drafter, its defaults",
     "transformers_lookup": "transformers, prompt lookup",
-    "flashspec": "flashspec, drafter",
-    "flashspec_lookup": "flashspec, prompt lookup",
-    "economize": "economize, drafter",
-    "economize_lookup": "economize, prompt lookup",
     "llama": "llama.cpp, plain",
     "llama_q8": "llama.cpp, plain, Q8_0",
     "llama_q4": "llama.cpp, plain, Q4_0",
     "llama_drafter": "llama.cpp, drafter",
     "llama_lookup": "llama.cpp, prompt lookup",
-    "openvino": "OpenVINO, plain",
-    "openvino_drafter": "OpenVINO, drafter",
-    "openvino_lookup": "OpenVINO, prompt lookup",
 }
 
 
@@ -176,14 +172,12 @@ Maker = Callable[[], Contestant]
 class Models:
     """The models that all contestants decode. Their generation configs are dropped.
 
-    assistant: the drafter's model. drafter_path: the drafter's directory, for packages that only
-    load a drafter themselves. heads: a drafter that only our loop can use, or "" for none. closing:
-    closes what contestants have opened.
+    assistant: the drafter's model. heads: a drafter that only our loop can use, or "" for none.
+    closing: closes what contestants have opened.
     """
 
     target: Target
     assistant: PreTrainedModel
-    drafter_path: str
     heads: str = ""
     closing: ExitStack = field(default_factory=ExitStack)
 
@@ -203,7 +197,7 @@ class Models:
                 "vocabulary, and other decoding loops need one; leave --drafter out to have one "
                 "trained"
             )
-        return cls(target, opened.lm.model, drafter, heads)
+        return cls(target, opened.lm.model, heads)
 
 
 def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict[str, Maker]:
@@ -241,31 +235,8 @@ def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict
         "assisted": lambda: _transformers(model, sampled, models.assistant, constant),
         "assisted_defaults": lambda: _transformers(model, sampled, models.assistant, {}),
         "transformers_lookup": lambda: _transformers(model, sampled, None, lookup),
-        "flashspec": lambda: _flashspec(models, gamma, sampled, lookup=False),
-        "flashspec_lookup": lambda: _flashspec(models, gamma, sampled, lookup=True),
-        "economize": lambda: _economize(models, gamma, sampled, lookup=False),
-        "economize_lookup": lambda: _economize(models, gamma, sampled, lookup=True),
-        **{
-            name: partial(_engine, start, sampled or batch > 1)
-            for answers in (llama_answers, openvino_answers)
-            for name, start in answers(models, gamma, MAX_N).items()
-        },
+        **_llama(models, gamma, sampled or batch > 1),
     }
-
-
-def _engine(start: Callable[[], Answers], others: bool) -> Contestant:
-    if others:
-        raise Unable("it is compared in greedy decoding at batch 1 only")
-    answer = start()
-
-    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
-        (prompt,) = prompts
-        found = answer(prompt, tokens)
-        emitted = tokens - 1  # the prompt's pass gives the first
-        counts = Passes(emitted - found.accepted, emitted, found.drafted, 0, found.accepted)
-        return JobResult([found.tokens], lambda: counts)
-
-    return run
 
 
 def _ours(decoder: Decoder) -> Contestant:
@@ -338,89 +309,62 @@ def _transformers(
     return run
 
 
-def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Contestant:
-    import flashspec
-    from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
+def _llama(models: Models, gamma: int, others: bool) -> dict[str, Maker]:
+    """llama.cpp's contestants: the target's own weights, and in fewer bits, plain and with its
+    drafts. A time is that of one request over loopback, which adds about two milliseconds. others:
+    the setting is one of those that are not compared."""
+    file = functools.cache(functools.partial(_written, models))
 
-    logging.getLogger("flashspec").setLevel(logging.ERROR)
-    target, device = models.target, models.target.device
-    temperature = 1.0 if sampled else 0.0
-    drafter = (
-        NgramDrafter(max_ngram=MAX_N)
-        if lookup
-        else HuggingFaceDrafter(
-            models.drafter_path, device, target.dtype, temperature, model=models.assistant
-        )
-    )
-    engine = flashspec.SpeculativeEngine(
-        flashspec.FlashSpecConfig(
-            device=str(device),
-            dtype=dtype_name(target.dtype),
-            # One drafter with one γ: "auto" would mix in prompt lookup and ignore γ.
-            drafter_strategy="bandit",
-            bandit=flashspec.BanditConfig(n_arms=1),
-            sampling=flashspec.SamplingConfig(gamma=gamma, temperature=temperature, seed=0),
-        ),
-        [drafter],
-        TargetModel(target.name, device, target.dtype, model=target.model),
-    )
+    def drafter() -> list[str]:
+        return [
+            *("--spec-type", "draft-simple", "--spec-draft-p-min", "0"),
+            *("--spec-draft-n-max", str(gamma), "-md", str(file("drafter"))),
+        ]
 
-    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
-        if len({len(prompt) for prompt in prompts}) > 1:
-            raise Unable("it supports only prompts of equal length, and no attention mask")
-        ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
-        assistant = None if lookup else models.assistant
-        with watched(target.model, assistant) as watch:
-            result = engine.generate(ids, tokens)
+    def lookup() -> list[str]:
+        return [
+            *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(MAX_N)),
+            *("--spec-ngram-simple-size-m", str(gamma)),
+        ]
 
-        def passes() -> Passes:
-            steps = result.arm_steps
-            counts = Passes(
-                len(steps),
-                sum(step.emitted for step in steps),
-                sum(step.proposed for step in steps),
-                sum(min(step.proposed, step.accepted + 1) for step in steps),
-                sum(step.accepted for step in steps),
-            )
-            return watch.times() + counts
+    def contestant(kind: str, drafts: Callable[[], list[str]]) -> Contestant:
+        if others:
+            raise Unable("it is compared in greedy decoding at batch 1 only")
+        command = server_command(file(kind), rows=1, context=LLAMA_CONTEXT)
+        command += [*drafts(), "--port", "{port}"]
+        server = models.closing.enter_context(serving("llama-server", command, "/health"))
+        return functools.partial(_llama_answer, server)
 
-        return JobResult(result.output_ids.tolist(), passes)
-
-    return run
+    return {
+        "llama": lambda: contestant("target", list),
+        "llama_q8": lambda: contestant("Q8_0", list),
+        "llama_q4": lambda: contestant("Q4_0", list),
+        "llama_drafter": lambda: contestant("target", drafter),
+        "llama_lookup": lambda: contestant("target", lookup),
+    }
 
 
-def _economize(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Contestant:
-    import economize
-    from economize.techniques.draft_model import DraftModelConfig
-    from economize.techniques.lookup import LookupConfig
+def _llama_answer(server: Server, prompts: Prompts, tokens: int, seed: int) -> JobResult:
+    (prompt,) = prompts
+    settings = {"temperature": 0, "top_k": 1, "cache_prompt": False, "ignore_eos": True}
+    body = {"prompt": list(prompt), "n_predict": tokens, "return_tokens": True, **settings}
+    answer = server.ask("/completion", body)
+    if not isinstance(answer, dict) or len(answer.get("tokens", ())) != tokens:
+        raise UserError(f"llama-server answers {json.dumps(answer)[:200]}; asked: {tokens} tokens")
+    counts = counts_beside(answer) or DraftCounts()
+    drafted, accepted = int(counts.drafted), int(counts.accepted)
+    emitted = tokens - 1  # the prompt's pass gives the first
+    passes = Passes(emitted - accepted, emitted, drafted, 0, accepted)
+    return JobResult([answer["tokens"]], lambda: passes)
 
-    logging.getLogger("economize").setLevel(logging.ERROR)
-    technique = (
-        LookupConfig(max_ngram=MAX_N) if lookup else DraftModelConfig(model=models.drafter_path)
-    )
-    decoding = economize.DecodeConfig(
-        cycle_length=gamma + 1,  # its cycles include the target's own token
-        verifier="rejection" if sampled else None,
-        cuda_graphs=models.target.device.type == "cuda",
-    )
-    model = economize.apply(models.target.model, technique, decoding=decoding)
 
-    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
-        ids = [torch.tensor(list(prompt), device=models.target.device) for prompt in prompts]
-        selector = economize.TopPSampler(seed=seed) if sampled else None
-        results = model.decode_batch(ids, tokens, selector=selector)
-
-        def passes() -> Passes:
-            cycles = [cycle for result in results for cycle in result.acceptance]
-            exact = [e for result in results for e in result.cost.events if e.kind == "exact"]
-            return Passes(
-                len(exact) - len(results),
-                sum(len(result.tokens) - 1 for result in results),
-                sum(drafted for drafted, _ in cycles),
-                sum(min(drafted, accepted + 1) for drafted, accepted in cycles),
-                sum(accepted for _, accepted in cycles),
-            )
-
-        return JobResult([result.tokens.tolist() for result in results], passes)
-
-    return run
+def _written(models: Models, kind: str) -> Path:
+    """A GGUF file of the target, of the drafter, or of the target in a quantised type. Raises
+    Unable without llama.cpp, and for a target that cannot be written as GGUF."""
+    program()  # before a file is written
+    folder = Path(models.closing.enter_context(tempfile.TemporaryDirectory()))
+    model = models.assistant if kind == "drafter" else models.target.model
+    write_target(folder, model, models.target.name)
+    if kind in ("target", "drafter"):
+        return folder / FILE
+    return quantised(folder / FILE, kind)

@@ -22,25 +22,20 @@ from benchmarks.shared.decode_contestants import (
 from benchmarks.shared.step_costs import WARM_UP, step_cost
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder, Decoding
-from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
-from train.measure.machine import Limit, product_speed, read_speed
 from train.measure.same_text import identical
-from train.measure.time_passes import finish, pass_seconds
+from train.measure.time_passes import finish
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
-PACKAGES = ("flashspec", "economize")
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
-CONTEXT, WIDTHS = 100, (1, 2, 4, 8, 16, 32, 64)  # of the passes beside the machine's limit
 
 
 @dataclass(frozen=True)
@@ -94,8 +89,9 @@ class Contest:
         except Exception as error:
             if name in (*OURS, "generate"):
                 raise
-            self.unable[name] = _reason(error)
-            if not (isinstance(error, Unable) or _is_missing(error)):
+            lines = str(error).strip().splitlines() or [""]
+            self.unable[name] = f"{type(error).__name__}: {lines[0]}"
+            if not isinstance(error, Unable):
                 self.broken[name] = self.unable[name]
             for results in (self.seconds, self.outputs, self.passes):
                 results.pop(name, None)
@@ -230,18 +226,6 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - begin, result
 
 
-def _is_missing(error: Exception) -> bool:
-    """Whether a package of a contestant is not installed."""
-    return isinstance(error, ModuleNotFoundError) and error.name in PACKAGES
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and _is_missing(error):
-        return f"not installed ({install_command('benchmarks')} installs {error.name})"
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
 def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, dict[str, float]]:
     """Return by name what a greedy step of our loop costs beside its functions in C++: plain, of 1
     and of 8 rows, and with the heads if there are any. calls: of the interpreter. ms, outside_ms:
@@ -262,17 +246,3 @@ def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, d
             "outside_ms": 1000 * cost.outside,
         }
     return costs
-
-
-def passes_beside_limit(target: Target) -> list[dict[str, float]]:
-    """A pass of each number of tokens after CONTEXT, in ms, beside the least that this machine
-    allows: it reads the weights once and multiplies each token with them."""
-    lm = CachedLM(target.model)
-    limit = Limit.of(
-        target.model, read_speed(lm.device), product_speed(lm.device, target.model.dtype)
-    )
-    seconds = pass_seconds(lm, CONTEXT, WIDTHS, turns=15, budget=10.0)
-    return [
-        {"tokens": width, "ms": 1e3 * taken, "limit_ms": 1e3 * limit.seconds(width)}
-        for width, taken in seconds.items()
-    ]

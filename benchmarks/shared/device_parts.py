@@ -203,7 +203,7 @@ def hold_decode_contest(bench: Bench, batch: int = 1) -> dict[str, Any]:
     same drafter with the same γ. Raises UserError if a text is not the script."""
     sizes = bench.sizes
     contest = hold_contest(
-        Models(bench.make_target(), bench.make_drafter(), ""),
+        Models(bench.make_target(), bench.make_drafter()),
         Setting(sizes.jobs, sizes.tokens, batch),
         bench.prompts(sizes.jobs * batch),
         sizes.gamma,

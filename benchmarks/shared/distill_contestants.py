@@ -18,7 +18,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import PROMPTS, start_process
 from benchmarks.shared.distill_settings import Meter, Settings
@@ -52,12 +51,10 @@ Training = Callable[[str, Target, Any, Sequence[Sample], Settings, Meter], None]
 OURS = {
     "ours": "ours",
     "ours_eager": "ours, all logits at once",
-    "ours_random": "ours, random order",
     "ours_eager_random": "ours, all logits at once, random order",
 }
 TRL = {
     "trl": "TRL GKDTrainer",
-    "trl_grouped": "TRL GKDTrainer, group_by_length",
     "trl_chunked": "TRL DistillationTrainer on given texts",
 }
 NAMES = OURS | TRL
@@ -157,13 +154,9 @@ def padding_of_many(settings: dict[str, Any]) -> dict[str, float]:
     texts = make_texts(tokenizer, MANY_TEXTS, options)
     lengths = [len(text.tokens) for text in texts]
     size = _tokens_per_batch(texts, options.rows, options.seed)
-    torch.manual_seed(options.seed)
-    grouped = get_length_grouped_indices(lengths, options.rows)
-    unsorted = _in_order(len(texts), options.rows)
     batches = {
         "ours": bucket_batches(lengths, tokens_per_batch=size, seed=options.seed, epoch=0),
-        "trl": unsorted,
-        "trl_grouped": [[grouped[i] for i in batch] for batch in unsorted],
+        "trl": _in_order(len(texts), options.rows),
     }
     return {name: padding_share(numbers, lengths) for name, numbers in batches.items()}
 
@@ -298,8 +291,8 @@ class _MeteredReporter(Reporter):
         self.meter = meter
 
     @contextmanager
-    def bar(self, what: str, total: int) -> Iterator[Bar]:
-        with super().bar(what, total) as bar:
+    def bar(self, what: str, total: int, *, whole: bool = True) -> Iterator[Bar]:
+        with super().bar(what, total, whole=whole) as bar:
             yield _MeteredBar(bar, self.meter)
 
 

@@ -26,7 +26,7 @@ def train_trl(
     settings: Settings,
     meter: Meter,
 ) -> None:
-    """Train one epoch with TRL, in the texts' order or grouped by length.
+    """Train one epoch with TRL, in the texts' order.
 
     Uses TRL's defaults, except those that make it slower or change the training: no gradient
     checkpointing, no generation (λ = 0), β = 0, the forward KL, and our learning rate. The
@@ -73,7 +73,6 @@ def train_trl(
         make = _trl_chunked if contestant == "trl_chunked" else _trl_gkd
         trainer = make(
             common,
-            "group_by_length" if contestant == "trl_grouped" else "sequential",
             meter,
             model=student,
             teacher_model=target.model,
@@ -85,7 +84,7 @@ def train_trl(
         trainer.train()
 
 
-def _trl_gkd(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
+def _trl_gkd(common: dict[str, Any], meter: Meter, **parts: Any) -> Any:
     collator = DataCollatorForChatML(tokenizer=parts["processing_class"])
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -93,11 +92,11 @@ def _trl_gkd(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> 
         meter.count_batch(batch["attention_mask"], batch["labels"][:, 1:] != -100)
         return batch
 
-    args = GKDConfig(lmbda=0.0, temperature=1.0, train_sampling_strategy=order, **common)
+    args = GKDConfig(lmbda=0.0, temperature=1.0, train_sampling_strategy="sequential", **common)
     return GKDTrainer(args=args, data_collator=collate, **parts)
 
 
-def _trl_chunked(common: dict[str, Any], order: str, meter: Meter, **parts: Any) -> Any:
+def _trl_chunked(common: dict[str, Any], meter: Meter, **parts: Any) -> Any:
     """Return TRL's trainer with the chunked loss. It always generates, so here `_generate` returns
     the given texts."""
 

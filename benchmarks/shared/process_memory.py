@@ -1,8 +1,5 @@
 """The memory of this process now. `train.loop.meters.peak_memory` has its peak."""
 
-import re
-from pathlib import Path
-
 import psutil
 import torch
 
@@ -12,13 +9,3 @@ def resident_memory(device: str = "cpu") -> int:
     if device != "cpu":
         return torch.cuda.memory_allocated()
     return psutil.Process().memory_info().rss
-
-
-def status_bytes(name: str) -> int | None:
-    """The bytes that a line of /proc/self/status names. None: the system has no such line."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else None

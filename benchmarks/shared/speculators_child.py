@@ -1,5 +1,5 @@
-"""Run by the Python of the environment of the library speculators: `speculators_child.py JOB ANSWER
-PROGRESS`.
+"""Run by the Python of the environment of the library speculators: `speculators_child.py JOB
+ANSWER`.
 
 JOB: {target, drafter: directories, attention: sdpa or eager, states: the file of texts and hidden
 states, steps and decay of the training-time test, and texts, tokens and half for `measure_steps`}.
@@ -29,7 +29,7 @@ from benchmarks.shared.timed_steps import measure_steps
 Batch = dict[str, Tensor]
 
 
-def main(job_file: str, answer_file: str, _: str) -> None:
+def main(job_file: str, answer_file: str) -> None:
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     model = load(job["drafter"], job["target"], job["attention"]).train()
     states = load_file(job["states"])

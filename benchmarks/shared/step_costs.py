@@ -5,10 +5,9 @@ Calls do not depend on the machine's speed, so they can be compared and asserted
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from types import FrameType
 from typing import Any
@@ -24,13 +23,11 @@ WARM_UP = 3
 class StepCost:
     """Medians over steps. calls: of the interpreter, those of functions in Python and of built-in
     ones, as `cProfile` counts them. seconds: of the whole step. outside: the seconds outside of the
-    functions in C++. by_function: calls per step of each function, as its file and name, or as the
-    module and name of a built-in one; the most first."""
+    functions in C++."""
 
     calls: int
     seconds: float
     outside: float
-    by_function: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
 
 
 def step_cost(decoding: Decoding, steps: int) -> StepCost:
@@ -38,11 +35,7 @@ def step_cost(decoding: Decoding, steps: int) -> StepCost:
     do not count. No row may end before that."""
     for _ in range(WARM_UP):
         decoding.step()
-    counts, functions = [], Counter[tuple[str, str]]()
-    for _ in range(steps):
-        entered = _entered(decoding.step)
-        counts.append(entered.total())
-        functions += entered
+    counts = [_calls(decoding.step) for _ in range(steps)]
     whole, inside = [], []
     for _ in range(steps):
         with _timed_functions(decoding.setup.lm.model.dtype) as seconds:
@@ -54,19 +47,16 @@ def step_cost(decoding: Decoding, steps: int) -> StepCost:
         int(median(counts)),
         median(whole),
         median(all_ - own for all_, own in zip(whole, inside, strict=True)),
-        {key: count / steps for key, count in functions.most_common()},
     )
 
 
-def _entered(work: Callable[[], object]) -> Counter[tuple[str, str]]:
-    """How often each function is called; see `StepCost.by_function`."""
-    found = Counter[tuple[str, str]]()
+def _calls(work: Callable[[], object]) -> int:
+    """How many functions are called; see `StepCost.calls`."""
+    found = -1  # `setprofile`, which ends the count
 
     def event(frame: FrameType, kind: str, argument: Any) -> None:
-        if kind == "call":
-            found[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
-        elif kind == "c_call":
-            found[argument.__module__ or "", argument.__qualname__] += 1
+        nonlocal found
+        found += kind in ("call", "c_call")
 
     before = sys.getprofile()
     sys.setprofile(event)
@@ -74,7 +64,6 @@ def _entered(work: Callable[[], object]) -> Counter[tuple[str, str]]:
         work()
     finally:
         sys.setprofile(before)
-    found.subtract([("sys", "setprofile")])  # the end of the count
     return found
 
 

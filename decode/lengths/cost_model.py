@@ -1,6 +1,7 @@
 """The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
 # Of the steps after the early ones, one in so many is looked at closely: a policy takes time too.
 # In the others no times are read, and what was decided stays.
 EARLY, READ = 32, 3
+# Drafters that are told from each other; the tokens of a text, while none has ended; what the mean
+# of those that ended weighs after one more.
+DRAFTERS, TEXT, STAYS = 3, 128.0, 0.9
 
 
 @POLICIES.register("cost_model")
@@ -41,8 +45,11 @@ class CostModel(Policy):
     there is at least one every `patience` tokens, unless a single probe costs more than
     1.3 · patience · probe_share plain steps: then the cost limit has priority, up to 64 · patience
     tokens. The cost of a probe includes feeding the drafter the text since its last draft, and the
-    prompts of rows that joined since. After a successful probe the next one follows at once. So few
-    tokens pass until a drafter that has become good is used again.
+    texts that it has not read. After a successful probe the next one follows at once. So few tokens
+    pass until a drafter that has become good is used again.
+
+    A drafter reads a new text before its first draft in it. It drafts beside such texts if that is
+    worth it: if drafts save more time, over as many tokens as texts had lately, than it takes.
 
     What drafts brought is compared with what steps without brought, by the size of the batch. If
     they lost, for a reason that no cost or acceptance says, drafts are as rare as probes, and as
@@ -61,6 +68,9 @@ class CostModel(Policy):
     needs_costs = True
     by_batch = True
     reads_times = True
+    per_row = MappingProxyType({"_tokens": 0.0, "_unread": np.ones(DRAFTERS, dtype=bool)})
+    _tokens: np.ndarray  # [B]: of each text so far
+    _unread: np.ndarray  # bool [B, drafters]: the texts that a drafter has not read
 
     def __init__(
         self,
@@ -81,12 +91,24 @@ class CostModel(Policy):
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
         self._unfaded = 0.0  # tokens since results last faded
+        self._text = TEXT
 
     def start(self, rows: int) -> None:
+        if self.rows:
+            self._see_ended(self._tokens)
         super().start(rows)
         self._passes.rows = rows
         for source in self._sources:
             source.new_text, source.hopeful = True, False
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        self._see_ended(np.delete(self._tokens, rows))
+        super().keep_rows(rows)
+
+    def _see_ended(self, tokens: np.ndarray) -> None:
+        """Texts of so many tokens ended, [n]."""
+        for count in tokens.tolist():
+            self._text = STAYS * self._text + (1 - STAYS) * count
 
     def use_costs(self, costs: Costs) -> None:
         for width, v in zip(costs.widths, costs.v, strict=True):
@@ -127,7 +149,7 @@ class CostModel(Policy):
                 source.depth = depth
         for source, depth in zip(known, self._best(known) if known else (), strict=True):
             lost = source.lost(self.rows, source.waited < self.patience)
-            source.asks = lost > 0 or not depth
+            source.asks = lost > 0 or not depth or not self._worth_reading(source, depth)
             if source.asks:
                 depth = 0 if lost == float("inf") else self._probe(source, lost) * max(depth, 1)
             source.depth = depth
@@ -174,6 +196,21 @@ class CostModel(Policy):
                 depths[place] = int(more.argmax())
         return depths
 
+    def _new_texts(self, source: Source) -> int:
+        """How many texts a drafter would read before a draft."""
+        number = min(self._sources.index(source), DRAFTERS - 1)
+        return int(self._unread[:, number].sum()) if source.reading_s else 0
+
+    def _worth_reading(self, source: Source, depth: int) -> bool:
+        """Whether drafts of this depth save what reading the new texts takes."""
+        if not self._new_texts(source):
+            return True
+        plain, token = self._plain_and_token()
+        brings = source.share * float(tokens_of(source.acceptance())[depth])  # tokens of a row
+        fed = token * source.share * float(source.nodes()[:depth].sum())
+        saves = plain * brings / self.rows - source.drafts(depth) / self.rows - fed
+        return bool(saves * self._text / (1 + brings) >= source.reading_s)
+
     def _plain_and_token(self) -> tuple[float, float]:
         """Seconds of a pass without drafts, and those that one more token adds to a pass."""
         passes = self._passes(self.rows + np.arange(2))
@@ -192,6 +229,7 @@ class CostModel(Policy):
         plain, token = self._plain_and_token()
         fed = self.rows * source.share * source.nodes()[0] + 1  # one is fed in any case
         cost = (source.probe_s or source.drafts(1)) + token * fed
+        cost += self._new_texts(source) * source.reading_s
         loss = max(float(cost / plain - source.share * source.acceptance()[0]), lost)
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
@@ -203,6 +241,7 @@ class CostModel(Policy):
         emitted = float(verification.emitted.sum()) / max(len(verification.emitted), 1)
         self._steps += 1
         self._unfaded += emitted
+        self._tokens += verification.emitted
         looks = self._reads() or any(x.depth and (x.asks or x.waited) for x in self._sources)
         if not looks and not verification.draft_steps:
             self._pass_by(verification, emitted)
@@ -214,12 +253,14 @@ class CostModel(Policy):
         timed = looks and not beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
         plain = self._passes(np.array([self.rows])) if timed else None
-        took = verification.draft_prefill_s + verification.draft_s
-        took += verification.verify_s + verification.overhead_s
+        took = verification.draft_s + verification.verify_s + verification.overhead_s
         for number, (source, (part, levels, reading)) in enumerate(both):
             asks, pays = part > 0, True
             free = (drafted_by < 0) | (drafted_by >= number)  # no drafter before it serves them
             source.vain += asks and beside
+            if asks and (new := self._unread[:, min(number, DRAFTERS - 1)]).any():
+                source.see_reading(reading, int(new.sum()))
+                new[:] = False
             if plain is not None and free.any() and not (source.new_text and asks):
                 pays = source.compare(self.rows, asks, emitted, took / float(plain[0]))
             source.fade(faded)
@@ -234,7 +275,7 @@ class CostModel(Policy):
             depths = np.minimum(verification.depths, min(most, source.ended))
             source.see_results(accepted[free], depths[free], fed)
             if timed:
-                source.see_seconds(part * (verification.draft_s + more), levels, reading)
+                source.see_seconds(part * (verification.draft_s + more), levels)
             # The first draft after a rest reads what it missed. Those after it go on if they pay.
             hopeful = bool((accepted[free] > 0).mean() > 0.5)
             source.hopeful = hopeful and (pays or source.waited > 0)

@@ -24,7 +24,8 @@ class Source:
     drafted since the batch began. waited: tokens since its last draft. hopeful: most rows accepted
     a token of that draft. vain: its drafts in passes that read prompts too, which tell no cost.
     unasked: further drafts of two tokens, to see a second depth. probe_s: seconds of drafting a
-    probe, with all that it read before. drafts: without text to catch up on.
+    probe, catching up included. drafts: without text to catch up on. reading_s: of a new text,
+    which it reads before it drafts.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -33,6 +34,7 @@ class Source:
         self.share, self.waited = 1.0, 0.0
         self.vain, self.unasked = 0, 2
         self.probe_s: float | None = None
+        self.reading_s = 0.0
         self.drafts = _DraftTimes()
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
@@ -75,7 +77,9 @@ class Source:
         if took < ENOUGH or steps < FEW:
             # Passes that read prompts too tell nothing, so it does not wait for ever.
             return float("inf") if took >= ENOUGH and patient else 0.0
-        chance = max(squares - drafted**2 / count, 0.0) ** 0.5  # the deviation of their sum
+        # The deviation of their sum, in which older ones weigh less. With more rows a draft that
+        # loses costs more, so less is left to chance.
+        chance = (max(squares - drafted**2 / count, 0.0) / (1 + BROUGHT)) ** 0.5 / rows
         return min(float(tokens / steps * took / max(drafted + chance, INSTANT)) - 1.0, LONGEST)
 
     def fade(self, share: float) -> None:
@@ -96,14 +100,19 @@ class Source:
         count = min(len(fed), self.ended)
         self.fed[:count] += fed[:count]
 
-    def see_seconds(self, seconds: float, depth: int, reading: float) -> None:
-        """What a draft of this depth took, and the reading of new texts before it."""
+    def see_reading(self, seconds: float, texts: int) -> None:
+        """How long it read so many new texts."""
+        each = seconds / texts
+        self.reading_s = each if not self.reading_s else 0.5 * (self.reading_s + each)
+
+    def see_seconds(self, seconds: float, depth: int) -> None:
+        """What a draft of this depth took."""
         if self.new_text:
             return  # a text's first draft is cold
         if not self.drafts.known or self.waited == 0 or seconds < self.drafts(depth):
             self.drafts.see(depth, seconds)
         if self.waited:
-            probe = self.drafts(1) + max(seconds - self.drafts(depth), 0.0) + reading
+            probe = self.drafts(1) + max(seconds - self.drafts(depth), 0.0)
             self.probe_s = probe if self.probe_s is None else 0.7 * self.probe_s + 0.3 * probe
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.lengths import POLICIES
-from decode.lengths.cost_model import CostModel
+from decode.lengths.cost_model import DRAFTERS, CostModel
 from decode.tree_structure import down_the_paths
 from decode.verification import Verification
 
@@ -20,7 +20,6 @@ OWN, LONGER = 2.0, 2
 # The grade of a node is the binary logarithm of the odds that the drafter gives it, rounded.
 LEAST, MOST = -6, 7
 GRADES = 1 / (1 + 2.0 ** -(np.arange(LEAST, MOST) + 0.5))  # the confidence between two of them
-DRAFTERS = 3  # that are told from each other
 
 
 @POLICIES.register("worth")
@@ -48,7 +47,9 @@ class Worth(CostModel):
     """
 
     weighs = True
-    per_row = MappingProxyType({"_kept": 0.0, "_expected_of": 0.0, "_since": 0.0})
+    per_row = MappingProxyType(
+        {**CostModel.per_row, "_kept": 0.0, "_expected_of": 0.0, "_since": 0.0}
+    )
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _since: np.ndarray  # [B]: tokens since these last faded

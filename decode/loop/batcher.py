@@ -142,7 +142,8 @@ class Batcher(ABC, Generic[T]):
                 self._decoding.hold(self.decoder.drafter if self._rows or self._busy() else None)
                 self._expire()
                 self._admit()
-                self._read()
+                if self._decoding.unread:
+                    self._read()
                 if not self._decoding.finished:
                     self._pass()
                 self._shrink()

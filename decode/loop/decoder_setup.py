@@ -17,7 +17,8 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.pass_size import PASS_TOKENS
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.memory import affordable_slots
-from decode.rules import Rule, used_rule
+from decode.rules import Rule
+from decode.rules.exact import used_rule
 from decode.text_stream import Stop
 from decode.verification import Observer
 

@@ -15,7 +15,8 @@ from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES, Policy
 from decode.model.cache.cached_model import CachedLM
-from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
+from decode.rules import RULES, Rule, default_rule, require_fitting
+from decode.rules.exact import used_rule
 from decode.shapes import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it

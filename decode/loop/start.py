@@ -18,8 +18,7 @@ from decode.loop.rows import Rows, RowSettings, require_prompts
 from decode.loop.waiting_rows import PromptReading
 from decode.model.cache.cached_model import CachedLM
 from decode.model.features import Features
-from decode.rules import used_rule
-from decode.rules.exact import ExactMatch
+from decode.rules.exact import ExactMatch, used_rule
 from decode.verification import Verification
 
 # Counts the times that rows began, over all decodes of this process.

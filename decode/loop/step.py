@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from decode.base.device import Clock, to_device
+from decode.base.clock import Clock
+from decode.base.device import to_device
 from decode.base.errors import MemoryShortage, UserError
 from decode.draft import Draft, Limits
 from decode.draw.logprobs import TokenLogprob, token_logprobs
@@ -18,10 +19,10 @@ from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, compacted
 from decode.loop.start import start_drafter
 from decode.loop.waiting_rows import WaitingRows
-from decode.model.cache.long_read import Part
+from decode.model.cache.long_read import ReadPart
 from decode.model.features import Features
-from decode.rules import Rule, used_rule
-from decode.rules.exact import ExactMatch
+from decode.rules import Rule
+from decode.rules.exact import ExactMatch, used_rule
 from decode.stats import Timing
 from decode.tree_nodes import leave_out
 from decode.verdict import Decision, Scores, Verdict, failure
@@ -152,19 +153,21 @@ class RunningRows:
         self._passes += 1
         rows.rng.at_lengths(contexts.lengths)
         depths, takes = self._depths(most)
-        draft = self._draft(depths)
+        rule = self._rule()
+        draft = self._draft(depths, rule)
         clock.mark("draft")
         counts = (draft.sizes + 1) * takes
         counts[0] += not counts.any()  # a pass feeds something
-        parts = self._waiting.parts(len(rows), read) if read and self.reads_beside else []
-        verdict = self._verified(draft, counts, parts)
+        beside = read and self._waiting.readings and self.reads_beside
+        parts = self._waiting.parts(len(rows), read) if beside else []
+        verdict = self._verified(draft, rule, counts, parts)
         read, fed = sum(int(part.counts.sum()) for part in parts), setup.lm.fed
         lost = verdict.lost & (draft.sizes > 0)
         if lost.any():
             # The keys of a drafted token may not be finite, and no mask hides those. So other
             # tokens are fed in the place of the draft.
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
-            verdict = self._verified(draft, counts)
+            verdict = self._verified(draft, rule, counts)
         lengths = contexts.lengths
         outcome = self._commit(rows, verdict, self._passes, takes)
         before, features = self._features, self._kept_features(verdict, outcome)
@@ -210,19 +213,21 @@ class RunningRows:
             )
         return np.maximum(depths, 0), takes
 
-    def _verified(self, draft: Draft, counts: np.ndarray, parts: Sequence[Part] = ()) -> Verdict:
+    def _verified(
+        self, draft: Draft, rule: Rule, counts: np.ndarray, parts: Sequence[ReadPart] = ()
+    ) -> Verdict:
         """Feed a draft to the target, as `CachedLM.verify` does, and let the rule judge it."""
         setup, rows = self.setup, self.rows
         logits = setup.lm.verify(rows.contexts, draft, counts, parts)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
-        return Verdict.read(draft, scores, decided(self._rule(), draft, scores, rows.rng))
+        return Verdict.read(draft, scores, decided(rule, draft, scores, rows.rng))
 
-    def _draft(self, depths: np.ndarray) -> Draft:
+    def _draft(self, depths: np.ndarray, rule: Rule) -> Draft:
         """The draft of each row, at most depths[b] deep, int [B]."""
         if depths.any():
             try:
-                return self._ask_drafter(depths)
+                return self._ask_drafter(depths, rule)
             except Exception as error:
                 self._drafter_raised(error)
         return Draft.none(len(depths), self.setup.lm.device)
@@ -235,7 +240,7 @@ class RunningRows:
         logger.exception("the drafter fails and begins anew")
         self._failed = True
 
-    def _ask_drafter(self, depths: np.ndarray) -> Draft:
+    def _ask_drafter(self, depths: np.ndarray, rule: Rule) -> Draft:
         setup = self.setup
         unread = self.rows.unread
         if unread.any():
@@ -248,7 +253,7 @@ class RunningRows:
         grows = policy.grows if policy.weighs else None
         limits = Limits(depths, stops, policy.stops_after, grows, by_source=policy.by_source)
         rows = self.rows
-        rng = rows.rng.coupled() if self._rule().couples else rows.rng
+        rng = rows.rng.coupled() if rule.couples else rows.rng
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         reading = sum(one.reading for one in draft.asked)
         self.clock.move(reading, "draft", "draft_prefill")

@@ -13,11 +13,10 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, RowSettings
-from decode.model.cache.long_read import LongRead, Part
+from decode.model.cache.long_read import LongRead, ReadPart
 from decode.model.features import Features
 from decode.model.forward.few_rows_layers import MOST_TOKENS
-from decode.rules import used_rule
-from decode.rules.exact import ExactMatch
+from decode.rules.exact import ExactMatch, used_rule
 from decode.verdict import Scores, Verdict
 
 
@@ -88,7 +87,7 @@ class PromptReading:
             count += setup.lm.read_on(self._long, tokens - count, place)
         return count
 
-    def part(self, place: int, tokens: int) -> Part | None:
+    def part(self, place: int, tokens: int) -> ReadPart | None:
         """What a pass with the running rows reads next, at most this number of tokens; see
         `read_on`. None: it has not begun, or nothing is left."""
         return self._long.part(tokens, place) if self._long is not None and self.left else None
@@ -225,7 +224,7 @@ class WaitingRows:
             place += reading.count
         raise UserError(f"row {row} does not wait; expected one of {self.numbers}")
 
-    def parts(self, running: int, tokens: int) -> list[Part]:
+    def parts(self, running: int, tokens: int) -> list[ReadPart]:
         """What a pass of the `running` rows reads of the prompts: about this number of tokens,
         at least one of each that is read, and no more than the layers in C++ take of those that
         began together."""

@@ -11,7 +11,6 @@ from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Draft, Siblings
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
 from decode.verdict import Decision, Scores
 
 
@@ -55,11 +54,6 @@ def default_rule(branches: bool) -> str:
     """The rule that is used if none is named: speculative sampling, which is `multi_round` for
     trees. branches: the drafts can be trees."""
     return "multi_round" if branches else "speculative"
-
-
-def used_rule(rule: Rule, sampling: Sampling) -> Rule:
-    """Exact match if sampling is greedy and the rule is equal to it then; otherwise the rule."""
-    return RULES["exact"]() if sampling.greedy and rule.exact_when_greedy else rule
 
 
 def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings) -> None:

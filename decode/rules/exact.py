@@ -49,8 +49,8 @@ class ExactMatch(Rule):
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         # A walk draws at few nodes of a tree. The likeliest tokens are there at once.
-        walks = reads_are_free(draft.tokens.device) and not draft.is_chain
-        walks &= not scores.sampling.greedy
+        at_once = scores.sampling.greedy or draft.is_chain
+        walks = not at_once and reads_are_free(draft.tokens.device)
         emitted = (self._on_paths if walks else self._everywhere)(draft, scores, rng)
         if not draft.tokens.shape[1]:  # plain decoding, whose steps have time for few operations
             none = torch.zeros_like(emitted[:, 0])
@@ -97,6 +97,11 @@ class ExactMatch(Rule):
             row, node = reached.nonzero(as_tuple=True)
             place, depth = node + 1, depth + 1
         return emitted
+
+
+def used_rule(rule: Rule, sampling: Sampling) -> Rule:
+    """Exact match if sampling is greedy and the rule is equal to it then; otherwise the rule."""
+    return ExactMatch() if sampling.greedy and rule.exact_when_greedy else rule
 
 
 def depths_of_rows(draft: Draft) -> Tensor:

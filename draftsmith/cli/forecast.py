@@ -1,6 +1,7 @@
 """`forecast`: what the drafters of a config will be worth, before they are trained."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from decode.base.errors import UserError
 from draftsmith.cli.command import (
     numbers,
     require_packages,
+    says_stops,
     table,
     write_json,
 )
@@ -40,7 +42,9 @@ def forecast(
     load: Annotated[
         str | None, typer.Option(help=f"texts that are written at a time; else {LOADS}")
     ] = None,
-    lengths: Annotated[str | None, typer.Option(help=f"tokens of a text; else {LENGTHS}")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help=f"tokens of a text, such as 512,8k; else {LENGTHS}")
+    ] = None,
     engine: Annotated[
         str | None,
         typer.Option(
@@ -80,30 +84,25 @@ def forecast(
     reporter = Reporter()
     for said in planned:
         reporter.say(said)
-    found = run(
-        build_config(source),
-        minutes=minutes,
-        loads=loads,
-        lengths=sizes,
-        say=reporter.say,
-        surface=known,
-        engine=engine,
-    )
+    with says_stops(reporter.say):
+        found = run(
+            build_config(source),
+            minutes=minutes,
+            loads=loads,
+            lengths=sizes,
+            say=reporter.say,
+            surface=known,
+            engine=engine,
+        )
 
     def cells(line: "Line") -> list[list[str]]:
         took = "–" if line.seconds is None else format_duration(line.seconds)
-        return [
-            [
-                line.name,
-                line.drafts,
-                str(line.tokens_per_step or "–"),
-                f"{at.load} × {at.length}",
-                f"{at.pays_above:.2f}",
-                str(at.speedup or "–"),
-                took,
-            ]
+        drafter = [line.name, line.drafts, str(line.tokens_per_step or "–")]
+        costs = [
+            [f"{at.load} × {at.length}", f"{at.pays_above:.2f}", str(at.speedup or "–")]
             for at in line.cells
         ]
+        return [[*drafter, *cost, took] for cost in costs or [["–"] * 3]]
 
     columns = ("drafter", "drafts", "tokens/step", "texts × tokens", "pays above", "speed-up")
     rows = [row for line in found.lines for row in cells(line)]
@@ -154,7 +153,7 @@ def _engine_table(lines: "Sequence[Line]") -> "Table":
 
 
 def _positive(text: str, option: str) -> list[int]:
-    found = numbers(text, option, int)
+    found = numbers(re.sub(r"(\d)k\b", r"\g<1>000", text), option, int)
     if min(found) < 1:
         raise UserError(f"{option} is {text}; expected whole numbers above 0")
     return found

@@ -74,9 +74,8 @@ def print_plan(run: Run, reporter: Reporter, speed: str | None, json_file: Path 
     speeds = read_speeds(speed) if speed else {}
     examples = run.read_data()
     plans = run.plan(examples)
-    evaluated = run.config.evaluation.stages
-    judged = [plan for name, _, plan in plans if evaluated is None or name in evaluated]
-    whole = ("evaluation", "evaluation", planned_evaluation(run.config, judged, examples))
+    named = {name: plan for name, _, plan in plans}
+    whole = ("evaluation", "evaluation", planned_evaluation(run.config, named, examples))
     entries = [
         _Entry(name, kind, plan, seconds_of(name, kind, plan, speeds))
         for name, kind, plan in (*plans, whole)
@@ -92,6 +91,7 @@ def print_plan(run: Run, reporter: Reporter, speed: str | None, json_file: Path 
     reporter.table(table(title, COLUMNS, map(_cells, entries), left=len(COLUMNS)))
     reporter.table(_memory_table(stages))
     reporter.say(space.in_words(run.config.target.sharded))
+    reporter.say(run.precision_in_words)
     if run.accelerator.is_main_process:
         write_json(json_file, _figures(stages, evaluation, space))
     if space.disk > space.free:

@@ -139,7 +139,8 @@ class Forecast:
     """rows: of the whole train split. pilots: rows of the small trainings. seconds: of all stages
     of the run but evaluations; None: nothing was trained. spent: seconds of this forecast. target:
     its family and size. machine: where the costs were measured. elsewhere: that is another
-    machine. notes: what was not measured, and why."""
+    machine. notes: what was not measured, and why. afterwards: the run had trained a drafter
+    before."""
 
     run: str
     target: str
@@ -152,6 +153,7 @@ class Forecast:
     lines: list[Line]
     advice: str
     notes: list[str] = field(default_factory=list)
+    afterwards: bool = False
 
     def cells_of(self, name: str) -> list[Cell]:
         """Those of the drafter with this name; none if there is none."""
@@ -162,17 +164,28 @@ def read_forecast(file: Path) -> Forecast:
     """What `draftsmith forecast --json FILE` wrote. Raises UserError if it cannot be read."""
     expected = "expected what `draftsmith forecast --json FILE` of this version wrote"
     try:
-        return TypeAdapter(Forecast).validate_json(file.read_bytes())
+        found = TypeAdapter(Forecast).validate_json(file.read_bytes())
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); {expected}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"{file}: {place}: {first['msg']}; {expected}") from error
+    for line in found.lines:
+        for cell in line.cells:
+            costs = cell.costs
+            values = [costs.step_s, costs.per_depth, costs.noise, costs.fixed, *costs.v]
+            if not costs.v or len(costs.v) != len(costs.widths) or not np.isfinite(values).all():
+                raise UserError(
+                    f"{file}: costs of {line.name}, {cell.load} × {cell.length}, are {costs}: they "
+                    f"are no figures; {expected}"
+                )
+    return found
 
 
-def advice(lines: Sequence[Line], rows: int) -> str:
-    """One sentence about the first load and length: what to train, or not to. rows: of all data."""
+def advice(lines: Sequence[Line], rows: int, *, narrower: bool = True) -> str:
+    """One sentence about the first load and length: what to train, or not to. rows: of all data.
+    narrower: a larger small training can be had."""
     weighed = [(line, line.cells[0]) for line in lines if line.cells]
     if not weighed:
         return "no cost could be measured, so nothing is said about the speed"
@@ -194,10 +207,17 @@ def advice(lines: Sequence[Line], rows: int) -> str:
         amount = f"{enough} of {rows}" if enough < rows else f"all {rows}"
         return f"train {best}, with {amount} rows: it will gain {own} {place}"
     beside = "" if theirs is None else f", and {other} gains {theirs} untrained"
-    return (
-        f"not certain: {best} would gain {own} {place}{beside}; more --minutes make the "
-        "interval narrower"
-    )
+    more = "; more --minutes make the interval narrower" if narrower else ""
+    return f"not certain: {best} would gain {own} {place}{beside}{more}"
+
+
+def losers(lines: Sequence[Line]) -> list[str]:
+    """A sentence that names the drafters that probably lose, at the first load and length."""
+    gains = [(line, cell) for line in lines for cell in line.cells[:1] if cell.speedup is not None]
+    lose = [line.name for line, cell in gains if cell.speedup and cell.speedup.value < 1]
+    if not lose:
+        return []
+    return [f"probably slower than plain decoding {gains[0][1].where}: {', '.join(lose)}"]
 
 
 def engine_advice(lines: Sequence[Line]) -> list[str]:

@@ -81,14 +81,20 @@ def measure_engines(
     lengths: Sequence[int],
 ) -> tuple[dict[str, list[EngineCell]], list[str]]:
     """What each stage's drafter costs there, and what was not measured. text: token ids that
-    prompts are made of. Raises UserError for a server whose drafter is of no known stage, that
-    hides its counters or drafts nothing, and as `ask`."""
+    prompts are made of. Raises UserError for a server whose drafter is of no known stage, and, if
+    nothing could be measured, that it hides its counters, drafts nothing or does not answer."""
     cells, notes = dict[str, list[EngineCell]](), list[str]()
+    failed: UserError | None = None
     for length, load in product(lengths, loads):
         plain: list[float] = []
         found: dict[str, list[Measured]] = {}
         for server in servers:
-            one = measure(server.url, text, load, length)
+            try:
+                one = measure(server.url, text, load, length)
+            except UserError as error:  # such as a text that is too long for it
+                failed = failed or error
+                notes.append(f"{load} rows of {length} tokens: {error}")
+                continue
             if not one.engine:
                 plain.append(one.speed.speed)
                 continue
@@ -116,6 +122,8 @@ def measure_engines(
                 "no server without a drafter was given to --engine, so it is not known above which "
                 "acceptance drafts pay there; name one beside the others"
             )
+    if failed is not None and not cells:
+        raise failed
     return cells, list(dict.fromkeys(notes))
 
 

@@ -19,7 +19,15 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
-from draftsmith.forecast.answer import EngineCell, Forecast, Line, Range, advice, engine_advice
+from draftsmith.forecast.answer import (
+    EngineCell,
+    Forecast,
+    Line,
+    Range,
+    advice,
+    engine_advice,
+    losers,
+)
 from draftsmith.forecast.curve import Point, acceptance_at, tokens_per_step
 from draftsmith.forecast.engine_speed import ServedDrafter, measure_engines
 from draftsmith.forecast.pilots import (
@@ -79,12 +87,23 @@ def forecast(
             for name, _, plan in whole.plan(splits)
             if plan.drafters and (settings.stages is None or name in settings.stages)
         ]
+        afterwards = any(
+            (stage_directory(config.run_dir, stage.name, number) / DONE).is_file()
+            for number, stage in enumerate(config.stages)
+            if stage.name in stages
+        )
+    if not stages:
+        raise UserError("no stage of the config makes a drafter that it evaluates")
     about = _about(target)
     if surface is not None and surface.target != about:
         raise UserError(
             f"the target is a {about}, but that of the file of --surface a {surface.target}; make "
             "the file with the same config"
         )
+    if surface is not None:
+        every = [cell for line in surface.lines for cell in line.cells]
+        loads = list(dict.fromkeys(cell.load for cell in every))
+        lengths = list(dict.fromkeys(cell.length for cell in every))
     total, notes = len(splits["train"]), list[str]()
     there: dict[str, list[EngineCell]] = {}
     if engine is not None:
@@ -102,10 +121,9 @@ def forecast(
         say("making drafters that have learnt nothing")
         made = train(min(total, FEWEST_ROWS), bare=True)
     begun_in = time.perf_counter() - before
-    if not made.drafters:
-        raise UserError("no stage of the config makes a drafter that it evaluates")
     say("measuring the costs of steps")
-    site = Worksite(target, settings, _text(judged, target), loads, lengths, surface)
+    until = start + 60 * minutes if minutes else math.inf
+    site = Worksite(target, settings, _text(judged, target), loads, lengths, surface, until)
     lines = list[Line]()
     for name, outcome in made.drafters.items():
         line, missing = site.weigh(name, outcome, trained=True)
@@ -119,12 +137,18 @@ def forecast(
             line, missing = site.weigh(name, outcome, trained=False)
             lines.append(_judged(line, [(total, outcome)], total))
             notes += missing
+        else:
+            notes.append(f"{name} drafts nothing after these prompts")
     # The trainings count as long as they took, so a forecast that goes on does the same.
     others = time.perf_counter() - start - begun_in
+    if pilots:
+        pilots += map(train, _finished(config, file.parent, total))
+    more: int | None = None
     while pilots:
         times = [(pilot.rows, pilot.seconds) for pilot in pilots]
         judging = [pilot.judging_seconds for pilot in pilots]
         left = 60 * minutes - others - sum(taken for _, taken in times) - sum(judging)
+        more = next_rows(total, times, math.inf)
         rows = next_rows(total, times, left, judging[-1])
         if rows is None:
             break
@@ -149,11 +173,28 @@ def forecast(
         seconds=shared + sum(line.seconds or 0.0 for line in lines) if pilots else None,
         spent=time.perf_counter() - start,
         lines=lines,
-        advice=advice(lines, total),
-        notes=notes + _curve_notes(pilots, total, minutes) + engine_advice(lines),
+        advice=advice(lines, total, narrower=more is not None),
+        notes=notes + _curve_notes(pilots, total, minutes) + losers(lines) + engine_advice(lines),
+        afterwards=afterwards,
     )
-    write_file(file, json.dumps(asdict(result), indent=2) + "\n")
+    if pilots or not file.is_file():  # costs alone are no forecast that a report shows
+        write_file(file, json.dumps(asdict(result), indent=2) + "\n")
     return result
+
+
+def _finished(config: RunConfig, directory: Path, total: int) -> list[int]:
+    """The rows of the larger small trainings that an earlier forecast finished, ascending. total:
+    rows of the whole train split."""
+    sizes = [int(place.name.removeprefix("rows-")) for place in directory.glob("rows-*")]
+    return sorted(
+        rows
+        for rows in sizes
+        if FEWEST_ROWS < rows <= total * LARGEST_SHARE
+        and all(
+            (stage_directory(directory / f"rows-{rows}", stage.name, number) / DONE).is_file()
+            for number, stage in enumerate(config.stages)
+        )
+    )
 
 
 def _curve_notes(pilots: Sequence[Pilot], total: int, minutes: float) -> list[str]:

@@ -58,6 +58,8 @@ class PilotResult:
         reached = np.array(found["reached_by_position"], dtype=np.float64)
         rates = [rate or 0.0 for rate in found["acceptance_by_position"]]
         accepted = reached * np.array(rates)
+        # A step whose draft is shorter, or that has none, accepts nothing at a place either.
+        reached = np.append(float(found["steps"]), accepted)[: len(reached)]
         interval = found["tokens_per_step_interval"] or {}
         error = (interval.get("high", 0.0) - interval.get("low", 0.0)) / (2 * WIDTH)
         spread = spread_of(reached, accepted, found["steps"], error)
@@ -155,6 +157,8 @@ def pilot_config(
             loop["max_steps"] = max(1, round(loop["max_steps"] * share))
         if loop.get("max_minutes"):
             loop["max_minutes"] *= share
+        if optimizer := stage.get("optimizer"):
+            optimizer["warmup_steps"] = round(optimizer["warmup_steps"] * share)
     for untrained in ("baselines", "in_turn", "in_one_tree"):
         values["evaluation"][untrained] = []
     values["evaluation"] |= {"timed_prompts": 0, "generate": False}

@@ -1,6 +1,8 @@
 """What steps with drafts cost, by the load and the length of texts: on this machine, or on that of
 a forecast's file."""
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -24,7 +26,8 @@ class Worksite:
     """What the costs of steps are measured on, at each load and length.
 
     settings: how the run evaluates. text: token ids that texts are made of. known: what another
-    machine measured; None: costs are measured here.
+    machine measured; None: costs are measured here. until: by `time.perf_counter`; after that, only
+    the first load and length of each drafter is measured.
     """
 
     target: Target
@@ -33,6 +36,7 @@ class Worksite:
     loads: Sequence[int]
     lengths: Sequence[int]
     known: Forecast | None = None
+    until: float = math.inf
 
     def weigh(self, name: str, made: PilotResult, *, trained: bool) -> tuple[Line, list[str]]:
         """A drafter's line with the costs of its steps alone, and why some are not known."""
@@ -57,10 +61,14 @@ class Worksite:
         found, missing = list[tuple[int, int, Costs]](), list[str]()
         protocol = self.settings.protocol(trained=trained)
         for length, load in product(self.lengths, self.loads):
+            where = f"{load} rows of {length} tokens"
+            if found and time.perf_counter() > self.until:
+                missing.append(f"{where}: --minutes were over")
+                continue
             # Different texts, as their tokens choose different experts of a mixture.
             prompts = [piece(self.text, length, 7 * row) for row in range(load)]
-            decoder, _ = protocol.decoder(target, drafter, prompts[0])
             try:
+                decoder, _ = protocol.decoder(target, drafter, prompts[0])
                 costs = measure_costs(
                     decoder,
                     prompts,
@@ -68,12 +76,14 @@ class Worksite:
                     max_width=max(2, round(made.width + 0.5)),
                     trees=drafter.branches,
                 )
-            except UserError as error:
-                missing.append(f"{load} rows of {length} tokens: {error}")
+            except (UserError, MemoryError, RuntimeError) as error:
+                if not isinstance(error, UserError | MemoryError) and "memory" not in str(error):
+                    raise
+                missing.append(f"{where}: {error}")
                 continue
             if busy(costs.others):
                 missing.append(
-                    f"{load} rows of {length} tokens were measured while other processes took "
+                    f"{where} were measured while other processes took "
                     f"{costs.others:.0%} of the processor (more than {BUSY:.0%})"
                 )
             found.append((load, length, costs))

@@ -25,13 +25,12 @@ from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
 from draftsmith.net.limits import ServerLimits
 from draftsmith.net.page import OPEN, page_routes
-from draftsmith.serve.anthropic.key_header import KeyHeader
 from draftsmith.serve.anthropic.messages_answer import MessagesAnswer, as_anthropic
 from draftsmith.serve.anthropic.messages_request import COUNT, MESSAGES
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import Settings
-from draftsmith.serve.middleware import RequestIds
+from draftsmith.serve.middleware import KeyHeader, RequestIds
 from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from draftsmith.serve.openai.api_errors import refused
 from draftsmith.serve.openai.contract import Contract, parse
@@ -46,7 +45,7 @@ from draftsmith.serve.openai.openai_requests import (
 )
 from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits
 from draftsmith.serve.openai.responses import ResponsesAnswer
-from draftsmith.serve.running import Running, as_api_error
+from draftsmith.serve.running import RunningRequest, as_api_error
 
 PATHS = Paths(
     {HEALTH: "it says whether the service runs and is lossy, and nothing else", **OPEN},
@@ -155,7 +154,7 @@ class Service:
 
     async def _count(self, request: Request) -> Response:
         read = await self.reader.read(COUNT, await self._body(request, LONGEST_BODY))
-        return JSONResponse({"input_tokens": sum(map(len, read.prompts))})
+        return JSONResponse({"input_tokens": sum(map(len, read.job.prompts))})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described_model()]})
@@ -228,13 +227,13 @@ class Service:
         body = await self._body(request, LONGEST_BODY)
         self.batcher.require_room(1 + self.reader.waiting)
         read = await self.reader.read(contract, body)
-        running = Running(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
+        running = RunningRequest(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
         answer = kind(
             self.names[0],
             self.settings.fingerprint,
             read,
             running.choices,
-            self.settings.lossy_for(read.sampling),
+            self.settings.lossy_for(read.job.sampling),
         )
         return await running.answer(request, answer)
 

@@ -163,10 +163,10 @@ def _bent_by(request: DecodeRequest) -> str | None:
     """The first setting with which a request's texts do not follow the target's own distribution:
     a grammar masks it, a penalty or a bias changes it, or the text goes on after its end. None:
     they follow it."""
-    if request.ignore_eos:
+    if request.job.ignore_eos:
         return "ignore_eos"
     # How a token is drawn from that distribution does not change it.
-    drawn = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    drawn = replace(request.job.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     usual = vars(Sampling())
     return next((name for name, value in vars(drawn).items() if value != usual[name]), None)
 
@@ -233,7 +233,7 @@ class ServiceLearner(RowWatch):
     # --- called in the decoding thread ------------------------------------------------------------
 
     def join(self, row: int, request: DecodeRequest) -> None:
-        if not self.learning or not (request.store or self.options.source == "all"):
+        if not self.learning or not (request.job.store or self.options.source == "all"):
             return
         if bent := _bent_by(request):
             self._batcher.metrics.not_learnt(bent)

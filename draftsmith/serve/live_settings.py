@@ -24,7 +24,8 @@ from decode.loop.decoding import Decoding
 from decode.loop.parts import Parts
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, partition_drafters
-from decode.rules import RULES, Rule, used_rule
+from decode.rules import RULES, Rule
+from decode.rules.exact import used_rule
 from decode.rules.lossy_speculative import Lenience
 from decode.settings import DecodeSettings
 from draftsmith.serve.adapter_routes import AdapterRoutes
@@ -66,6 +67,7 @@ class Settings:
         self.dynamic_lenience = 1.0
         self._costs = costs
         self._changing = threading.Lock()
+        self._facts: dict[str, Any] = {}  # of the fingerprint, set by the first change
         batcher.metrics.lenience.set_function(lambda: self.lenience)
         require_low(dynamic_lenience)
         self.change(SettingsChange(dynamic_lenience=dynamic_lenience)).result()
@@ -112,9 +114,7 @@ class Settings:
     @property
     def fingerprint(self) -> str:
         """Of all that a text with a seed depends on."""
-        # The rule has the lenience, but for what traffic makes of it.
-        left_out = ("learning", "lenience")
-        facts = {key: value for key, value in self.to_dict().items() if key not in left_out}
+        facts = self._facts | {"drafter_version": self.batcher.drafter_version}
         return f"fp_{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}"
 
     def change(self, asked: SettingsChange) -> Future[None]:
@@ -171,6 +171,9 @@ class Settings:
             if self.learner is not None:
                 self.learner.learning = learning
                 self.learner.swap(decoding)
+            # The rule has the lenience, but for what traffic makes of it.
+            left_out = ("learning", "lenience")
+            self._facts = {key: x for key, x in self.to_dict().items() if key not in left_out}
 
         batcher.between(apply).result()
 

@@ -1,7 +1,8 @@
-"""What surrounds the routes: ids of requests, and paths that end with a slash."""
+"""What surrounds the routes: ids of requests, paths that end with a slash, Anthropic's key."""
 
 import re
 import uuid
+from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,3 +39,19 @@ class RequestIds:
 
         path = scope["path"].rstrip("/") or "/"
         await self._app({**scope, "path": path}, receive, named)
+
+
+class KeyHeader:
+    """Lets requests to these paths send their key as `x-api-key` in place of an Authorization
+    header."""
+
+    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+        self._app, self._paths = app, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self._paths:
+            scope = {**scope, "headers": list(scope["headers"])}
+            headers = MutableHeaders(scope=scope)
+            if (key := headers.get("x-api-key")) is not None:
+                headers.setdefault("authorization", f"Bearer {key}")
+        await self._app(scope, receive, send)

@@ -18,7 +18,6 @@ from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import (
-    AnswerChoice,
     DecodeRequest,
     Event,
     NewTokens,
@@ -26,7 +25,7 @@ from draftsmith.serve.batching.requests import (
 )
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.openai.answers import ApiAnswer, Piece
-from draftsmith.serve.openai.reading import Read
+from draftsmith.serve.openai.reading import ReadRequest
 
 STATUS = {
     "full": 503,
@@ -41,7 +40,7 @@ UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
 SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
 
 
-class Running:
+class RunningRequest:
     """A request that the batcher answers, seen from the event loop. Raises Refusal and UserError as
     `RequestBatcher.submit`. random_bits: makes seeds."""
 
@@ -49,21 +48,14 @@ class Running:
         self,
         batcher: RequestBatcher,
         tokenizer: PreTrainedTokenizerBase,
-        read: Read,
+        read: ReadRequest,
         random_bits: Callable[[int], int],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self._asked = asked = read.asked
+        job, self._streams = read.job, read.asked.stream
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._batcher = batcher
-        self.choices: list[AnswerChoice] = []
-        for prompt in read.prompts:
-            # Equal prompts of one request get different texts, unless it names a seed.
-            seed = random_bits(62) if asked.seed is None else asked.seed
-            self.choices += [
-                AnswerChoice(len(self.choices) + sample, prompt, seed, sample)
-                for sample in range(asked.texts)
-            ]
+        self.choices = job.choices(random_bits)
 
         def deliver(new: Event) -> None:
             # The loop is closed if the service was ended by force.
@@ -72,28 +64,17 @@ class Running:
 
         self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
         shown = frozenset[int]() if read.calls is None else read.calls.shown
-        ruled = read.sampling.grammar is not None
+        ruled = job.sampling.grammar is not None
         self._texts = [
-            AnswerText(tokenizer, asked.stops, shown=shown, keep_blank=ruled) for _ in self.choices
+            AnswerText(tokenizer, job.stops, shown=shown, keep_blank=ruled) for _ in self.choices
         ]
         self._tokens: list[AnswerTokens] = []
-        if asked.likeliest is not None or asked.draftsmith.trace:
+        if job.logprobs is not None or job.trace:
             token_bytes = TokenBytes(tokenizer)
             self._tokens = [
                 AnswerTokens(tokenizer, token_bytes, shown, ruled) for _ in self.choices
             ]
-        self._request = DecodeRequest(
-            self.choices,
-            read.new_tokens,
-            read.sampling,
-            deliver,
-            asked.stops,
-            asked.ignore_eos,
-            asked.likeliest,
-            asked.draftsmith.trace,
-            asked.store,
-            asked.draftsmith.label,
-        )
+        self._request = DecodeRequest(job, self.choices, deliver)
         self._batcher.submit(self._request)
 
     def _take(self, new: Event) -> None:
@@ -156,7 +137,7 @@ class Running:
 
     async def answer(self, request: Request, answer: ApiAnswer) -> ASGIApp:
         """The answer, whole or as events."""
-        working = self._stream(answer) if self._asked.stream else self._whole(answer)
+        working = self._stream(answer) if self._streams else self._whole(answer)
         try:
             response = await unless_hung_up(request.receive, working)
         except BaseException:
@@ -188,27 +169,21 @@ class Running:
 async def _events_of(
     answer: ApiAnswer, first: Piece, rest: AsyncIterator[Piece]
 ) -> AsyncIterator[bytes]:
-    for event in answer.opening():
-        yield event
-    for event in answer.part(first):
-        yield event
+    yield b"".join([*answer.opening(), *answer.part(first)])
     try:
         async for piece in rest:
-            for event in answer.part(piece):
-                yield event
+            yield b"".join(answer.part(piece))
     except ApiError as error:
-        for event in answer.failure(error):
-            yield event
+        yield b"".join(answer.failure(error))
         return
-    for event in answer.closing():
-        yield event
+    yield b"".join(answer.closing())
 
 
 @dataclass(frozen=True)
 class _Sent:
     """An answer of a running request, which ends when it is sent, or when the client hangs up."""
 
-    running: Running
+    running: RunningRequest
     answer: Response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

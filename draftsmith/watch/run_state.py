@@ -45,9 +45,10 @@ class RunState:
         """The state as JSON values.
 
         stages: each {name, kind, state: done, begun or waiting, seconds, peak_memory_bytes}.
-        progress: {what, done, total, note, seconds_left, age} or None; age: seconds since it was
-        written. curves: each {stage, figure, lines: {name: [[step, value], …]}}, those of the last
-        stage first. evaluations: each {stage, drafter} with FIGURES. log: the last LOG_LINES lines.
+        progress: {what, done, total, note, seconds_left, run_seconds_left, age} or None; age:
+        seconds since it was written. curves: each {stage, figure, lines: {name: [[step, value],
+        …]}}, those of the last stage first. evaluations: each {stage, drafter} with FIGURES. log:
+        the last LOG_LINES lines.
         """
         config = _json(self.directory / "config.json") or {}
         stages = self._stages(config)

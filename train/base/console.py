@@ -24,6 +24,7 @@ from rich.table import Table
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
+from train.base.time_left import TimeLeft
 from train.base.tracking.curve_file import CURVES_FILE, CurveWriter
 
 LOG_FILE, PROGRESS_FILE = "log.txt", "progress.json"
@@ -46,6 +47,7 @@ class Reporter:
         self._journal: Path | None = None
         self._curves: CurveWriter | None = None
         self._written = -JOURNAL_EVERY_SECONDS
+        self.time_left = TimeLeft(())  # of no run
 
     def follow(self, directory: Path) -> None:
         """From now on, also append every line to log.txt in this directory and every figure to
@@ -91,8 +93,8 @@ class Reporter:
         self.console.print(table)
 
     @contextmanager
-    def bar(self, what: str, total: int) -> Iterator["Bar"]:
-        """A progress bar over `total` units."""
+    def bar(self, what: str, total: int, *, whole: bool = True) -> Iterator["Bar"]:
+        """A progress bar over `total` units. whole: they are all the work of a part of the run."""
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -104,16 +106,24 @@ class Reporter:
         )
         terminal = self.console.is_terminal
         with Progress(*columns, console=self.console, disable=not terminal) as progress:
-            yield Bar(self, progress, what, total, log=not terminal)
+            yield Bar(self, progress, what, total, whole=whole, log=not terminal)
 
 
 class Bar:
     """One progress bar; `update(done, note)` moves it."""
 
     def __init__(
-        self, reporter: Reporter, progress: Progress, what: str, total: int, *, log: bool
+        self,
+        reporter: Reporter,
+        progress: Progress,
+        what: str,
+        total: int,
+        *,
+        whole: bool,
+        log: bool,
     ) -> None:
         self._reporter, self._progress, self._log = reporter, progress, log
+        self._whole = whole
         self._what, self._total = what, total
         self._task = progress.add_task(what, total=total, note="")
         self._said = -LOG_EVERY_SECONDS
@@ -122,27 +132,33 @@ class Bar:
     def update(self, done: int, note: str = "", what: str | None = None) -> None:
         """Show `done` of the total units. `what` renames the bar; `note` appears after it."""
         self._what = what or self._what
-        self._progress.update(self._task, completed=done, note=note, description=self._what)
-        left = self._note(done, note)
+        left, of_run = self._note(done, note)
+        run = f"about {_minutes(of_run)} min left of the run" if of_run else ""
+        shown = ", ".join(filter(None, (note, run)))
+        self._progress.update(self._task, completed=done, note=shown, description=self._what)
         now = self._progress.get_time()
         if self._log and (now - self._said >= LOG_EVERY_SECONDS or done == self._total):
             self._said = now
             words = f"  {self._what}: {done}/{self._total} {note}".rstrip()
-            self._reporter.say(f"{words}, {max(1, round(left / 60))} min left" if left else words)
+            here = f"{_minutes(left)} min left" if left else ""
+            self._reporter.say(", ".join(filter(None, (words, here, run))))
 
     def resize(self, total: int) -> None:
         """Change the total number of units."""
         self._total = total
         self._progress.update(self._task, total=total)
 
-    def _note(self, done: int, note: str) -> float | None:
-        """Write progress.json. Returns the seconds that are left; None: not known yet."""
+    def _note(self, done: int, note: str) -> tuple[float | None, float | None]:
+        """Write progress.json. Returns the seconds that are left, and those of the run; None: not
+        known yet."""
         now = time.time()
         if self._first is None or done < self._first[1]:
             self._first = now, done
         began, before = self._first
         speed = (done - before) / (now - began) if now > began else 0.0
         left = (self._total - done) / speed if speed > 0 else None
+        share = 1 - before / max(1, self._total)
+        of_run = self._reporter.time_left.seconds(left if self._whole else None, share)
         self._reporter.note_progress(
             {
                 "what": self._what,
@@ -151,10 +167,15 @@ class Bar:
                 "note": note,
                 "time": now,
                 "seconds_left": left,
+                "run_seconds_left": of_run,
             },
             last=done == self._total,
         )
-        return left
+        return left, of_run
+
+
+def _minutes(seconds: float) -> int:
+    return max(1, round(seconds / 60))
 
 
 def quieten() -> None:

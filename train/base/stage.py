@@ -56,8 +56,10 @@ class StagePlan:
     memory of one of the processes, which shards nothing but, with `target.sharded`, the target's
     layers. disk_bytes: the bytes on disk of its directory. drafters: the drafters that it leaves
     for the evaluation, the one before its training included. captured_layers: the layers whose
-    hidden states it stores. linear_sizes: the inputs and outputs of its drafter's linear layers by
-    name, without the output layer; empty if they are not known.
+    hidden states it stores. runs_target: the target runs over its tokens. training_flops: the FLOPs
+    of a training for each token without that pass; 0: six for each trained weight. linear_sizes:
+    the inputs and outputs of its drafter's linear layers by name, without the output layer; empty
+    if they are not known.
     """
 
     what: str
@@ -69,6 +71,8 @@ class StagePlan:
     max_seconds: float = math.inf
     drafters: int = 0
     captured_layers: Sequence[int] = ()
+    runs_target: bool = True
+    training_flops: float = 0.0
     linear_sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 

@@ -80,17 +80,20 @@ def _require_vllm(config: EngineServer, target: Target) -> None:
         )
 
 
-def keeps_states(config: ServerConfig, sampling: SamplingConfig, target: Target) -> bool:
-    """Whether an engine that is started for answers can write their hidden states too: a vLLM whose
-    `options` leave it free to. It then has a drafter: vLLM refuses min_p beside one, and its build
-    for CPUs draws as if the temperature were another."""
-    if config.launch != "vllm" or config.said_of_states or sampling.min_p:
-        return False
-    if sampling.temperature == 0:
-        return True
+def require_states(config: ServerConfig, sampling: SamplingConfig, target: Target) -> None:
+    """Raise UserError if a vLLM cannot write the states of answers that are sampled so. It writes
+    them as a drafter does: it refuses min_p beside one, and its build for CPUs then draws as if the
+    temperature were another."""
+    problem = "min_p" if sampling.min_p else None
     # A plan without weights may be made on another machine than the run's.
-    build = find_vllm(config.python) if target.has_weights else None
-    return build is None or not build.for_cpu
+    if sampling.temperature and problem is None and target.has_weights:
+        build = find_vllm(config.python)
+        problem = "a temperature on a CPU" if build is not None and build.for_cpu else None
+    if problem:
+        raise UserError(
+            f"server.keep_states: vLLM cannot draw with {problem} while it writes hidden states; "
+            "leave keep_states out, and feature_cache reads the answers once more"
+        )
 
 
 def engine_in_words(config: EngineServer) -> str:

@@ -15,6 +15,7 @@ from accelerate.utils import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from decode.base.errors import UserError
+from train.measure.machine import has_fast_products
 
 # The variables that `accelerate launch` sets in every rank's environment, and their engines.
 ENGINES = {
@@ -98,3 +99,20 @@ def launched_accelerator(*, cpu: bool, **settings: Any) -> Accelerator:
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
         disable_fsdp_ram_efficient_loading()
     return accelerator
+
+
+def precision_in_words(device: torch.device, mixed_precision: str, target: torch.dtype) -> str:
+    """In what matrix products are computed on this device. mixed_precision: accelerate's name of
+    the trainings' precision. target: the dtype of the target's weights."""
+    if mixed_precision == "bf16":
+        trainings = "bfloat16 (autocast; the weights stay float32)"
+    elif device.type != "cuda":
+        trainings = "float32"
+    else:
+        # PyTorch's default is "highest". A launcher with dynamo, and the environment, change it.
+        exact = torch.get_float32_matmul_precision() == "highest"
+        trainings = f"float32 {'without' if exact else 'with'} TF32"
+        if has_fast_products(device, torch.bfloat16):
+            trainings += " (precision: bf16 takes less time here)"
+    passes = str(target).removeprefix("torch.")
+    return f"products on {device.type}: trainings in {trainings}; the target's passes in {passes}"

@@ -321,6 +321,7 @@ def _forecasts(report: dict[str, Any]) -> Iterator[str]:
     """What was forecast of each drafter, beside what came out. Speeds of another machine, and of
     other loads, are left out."""
     forecast = report.get("forecast") or {}
+    late = ", though it was made after the training" if forecast.get("afterwards") else ""
     lines = {line["name"]: line for line in forecast.get("lines", ())}
     for row in report["rows"]:
         line, evaluation = lines.get(row["stage"]), row["evaluation"]
@@ -340,7 +341,7 @@ def _forecasts(report: dict[str, Any]) -> Iterator[str]:
                 yield (
                     f"{row['stage']}: forecast {said['value']:.2f} [{said['low']:.2f}, "
                     f"{said['high']:.2f}] {what}, and {came_out:.2f} came out, "
-                    f"{'inside' if inside else 'outside'} of the 90% interval"
+                    f"{'inside' if inside else 'outside'} of the 90% interval{late}"
                 )
 
 

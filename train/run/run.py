@@ -39,11 +39,13 @@ from train.base.provenance import TIME, describe_process
 from train.base.run_files import TEXT, TEXTS, stage_directory
 from train.base.shared_disk import require_shared
 from train.base.stage import StageInputs, StagePlan, StageResult
+from train.base.time_left import TimeLeft
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
 from train.data.read import Example, spread
 from train.data.template import set_moment
 from train.data.text_files import Texts
+from train.loop.accelerator import precision_in_words
 from train.loop.compiling import compiling
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
@@ -53,6 +55,7 @@ from train.run.config import RunConfig, differences, dump_config
 from train.run.config_checks import validate_config
 from train.run.run_data import RunData, RunReader, open_rows
 from train.run.run_evaluation import RunEvaluation
+from train.run.run_parts import run_parts
 from train.settings.schema import StageConfig
 from train.stages import STAGES
 
@@ -98,7 +101,7 @@ class Run:
             max_bad_rate=data.max_bad_rate,
             ranks=ranks,
             say=self.reporter.say,
-            bar=self.reporter.bar,
+            bar=partial(self.reporter.bar, whole=False),
         )
 
     @property
@@ -240,8 +243,10 @@ class Run:
         examples: Splits = {**data.splits}
         self._say_read(data)
         ranks.main_only(lambda: self._require_same_run(fingerprints))
-        self._require_ready(examples)
+        unfinished = self._require_ready(examples)
         ranks.main_only(lambda: self.prepare(fingerprints, stored))
+        if unfinished:
+            self.reporter.say(self.precision_in_words)
         start_trackers(
             self.accelerator,
             self.config.tracking,
@@ -290,12 +295,19 @@ class Run:
             plans[settings.name] = STAGES[settings.kind](settings, inputs).plan(plans)
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
-    def _require_ready(self, examples: Splits) -> None:
+    @property
+    def precision_in_words(self) -> str:
+        """In what the run's matrix products are computed."""
+        precision = self.accelerator.mixed_precision
+        return precision_in_words(self._rank_device, precision, self.target.dtype)
+
+    def _require_ready(self, examples: Splits) -> bool:
         """Check everything that could stop a stage or the evaluation of its drafter, before the
-        first stage: a run must not fail after hours for a reason that was known at the start."""
+        first stage: a run must not fail after hours for a reason that was known at the start.
+        Returns whether a stage is not done."""
         records = [self.stage_directory(stage.name) / DONE for stage in self.config.stages]
         if Ranks.of(self.accelerator).main_only(lambda: all(map(Path.exists, records))):
-            return
+            return False
         settings, target = self.config.evaluation, self.target
         asked = self.corpus(examples).asked(settings.split)
         self.prompts(spread(asked, settings.prompts))
@@ -304,6 +316,9 @@ class Run:
             require_trees(target.model)
         plans = self.plan(examples)
         Ranks.of(self.accelerator).main_only(lambda: self._require_space(plans))
+        named = {name: plan for name, _, plan in plans}
+        self.reporter.time_left = TimeLeft(run_parts(self.config, named, examples, target.model))
+        return True
 
     def _require_space(self, plans: Sequence[tuple[str, str, StagePlan]]) -> None:
         """Raise UserError if the disk lacks space for what the stages have not written yet."""
@@ -431,11 +446,17 @@ class Run:
 
         if stored := Ranks.of(self.accelerator).main_only(read):
             self.reporter.say(f"stage {settings.name}: done")
+            summary = stored["summary"]
+            # Those of a training are of all its starts.
+            seconds = (summary.get("training") or summary).get("training_seconds")
+            seconds = seconds or summary.get("seconds")
+            self.reporter.time_left.skip(settings.kind, settings.name, seconds)
             drafter = directory / "drafter" if stored["drafter"] else None
             target = directory / "target" if stored.get("target") else None
             self._drop_checkpoints(directory)
             return StageResult(drafter, stored["summary"], target)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
+        self.reporter.time_left.begin(settings.kind, settings.name)
         begin = time.perf_counter()
         own_peak = restart_peak()
         if self.accelerator.is_main_process:

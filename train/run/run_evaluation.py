@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,16 @@ from decode.opening.directory import (
     partition_drafters,
 )
 from train.base.console import Reporter
-from train.base.run_files import BEFORE, EVALUATION, EVALUATIONS, START, stored_rows
+from train.base.run_files import (
+    BEFORE,
+    EVALUATION,
+    EVALUATIONS,
+    START,
+    read_record,
+    stored_rows,
+)
 from train.base.stage import StagePlan
+from train.base.time_left import EVALUATING
 from train.data.read import Example, spread
 from train.loop.trained_target import load_like
 from train.measure.evaluation import evaluate, help_evaluate
@@ -155,12 +163,15 @@ class RunEvaluation:
 
         def needed() -> Path | None:
             found = stored_rows(self.config.run_dir).get((row.stage, row.kind))
+            # A stage may have the name of an untrained drafter.
+            name = f"{BEFORE}-{row.label}" if row.stage == BEFORE else row.label
             if found is not None:
                 verify_directory(found)
                 if not self._changed(row, found):
+                    seconds = read_record(found / EVALUATION).get("seconds")
+                    self.reporter.time_left.skip(EVALUATING, name, seconds)
                     return None
-            # A stage may have the name of an untrained drafter.
-            name = f"{BEFORE}-{row.label}" if row.stage == BEFORE else row.label
+            self.reporter.time_left.begin(EVALUATING, name)
             return found or self.config.run_dir / EVALUATIONS / name
 
         begin = time.perf_counter()
@@ -212,7 +223,7 @@ class RunEvaluation:
         if not ranks.is_main:
             help_evaluate(target, drafter, prompts, protocol, ranks)
             return
-        with self.reporter.bar("evaluating", len(prompts)) as bar:
+        with self.reporter.bar("evaluating", len(prompts), whole=False) as bar:
 
             def progress(what: str, done: int, of: int) -> None:
                 bar.resize(of)
@@ -285,16 +296,30 @@ def _known(stored: Any, now: Any) -> Any:
     return {key: _known(value, now.get(key)) for key, value in stored.items()}
 
 
+def planned_rows(config: RunConfig, plans: Mapping[str, StagePlan]) -> list[str]:
+    """The directories of the rows that a run will have, by name. plans: of all stages by name."""
+    settings = config.evaluation
+    rows = [f"{BEFORE}-{name}" for name in settings.baselines]
+    judged = [
+        name
+        for name, plan in plans.items()
+        if plan.drafters and (settings.stages is None or name in settings.stages)
+    ]
+    for name in judged:
+        rows += [f"{name}-start"] * (plans[name].drafters - 1) + [name]
+    for name in judged[-1:]:
+        rows += [f"{first}+{name}" for first in settings.in_turn]
+        rows += [f"{first}++{name}" for first in settings.in_one_tree]
+    return rows
+
+
 def planned_evaluation(
-    config: RunConfig, plans: Iterable[StagePlan], examples: Mapping[str, Sequence[Example]]
+    config: RunConfig, plans: Mapping[str, StagePlan], examples: Mapping[str, Sequence[Example]]
 ) -> StagePlan:
     """The evaluations of a run: their drafters, and the tokens that they decode at most, without
-    those for choosing a baseline's γ. plans: the plans of the stages that `evaluation.stages`
-    names."""
+    those for choosing a baseline's γ. plans: of all stages by name."""
     settings = config.evaluation
-    trained = sum(plan.drafters for plan in plans)
-    combined = len(settings.in_turn) + len(settings.in_one_tree)
-    count = len(settings.baselines) + trained + (combined if trained else 0)
+    count = len(planned_rows(config, plans))
     if not count:
         return StagePlan("no drafter")
     prompts = len(examples[settings.split])

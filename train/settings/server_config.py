@@ -11,7 +11,7 @@ from decode.base.errors import UserError
 from decode.base.strict import Strict
 
 # Of vLLM, and set by the stage: which states it writes, and where.
-_SET_HERE = frozenset({"speculative_config", "kv_transfer_config", "enable_prefix_caching"})
+_SET_HERE = ("speculative_config", "kv_transfer_config", "enable_prefix_caching")
 
 
 def server_address(url: str) -> SplitResult | None:
@@ -78,10 +78,11 @@ class EngineServer(Strict):
         urls = [self.url] if isinstance(self.url, str) else self.url or []
         return [url.rstrip("/") for url in urls]
 
-    @property
-    def said_of_states(self) -> list[str]:
-        """The `options` that decide whether a started vLLM writes hidden states."""
-        return [name for name in self.options if name.replace("-", "_") in _SET_HERE]
+    def leaves_states(self) -> None:
+        """Raise ValueError if `options` decide whether a started vLLM writes hidden states."""
+        for name in self.options:
+            if name.replace("-", "_") in _SET_HERE:
+                raise ValueError(f"options have {name}, which the stage sets itself; leave it out")
 
     def key(self) -> str | None:
         """The API key. Raises UserError if its variable is not set."""
@@ -105,6 +106,18 @@ class ServerConfig(EngineServer):
     target. 0: not checked."""
     max_unusable: float = Field(0.1, ge=0, le=1)
     """The share of a part's answers that may be left out as unusable before the stage stops."""
+    keep_states: bool = False
+    """Let a vLLM that is started write the hidden states that a later `feature_cache` stores, in
+    the requests of the answers. It then has no prefix cache, and reads two tokens of a text in a
+    step."""
+
+    @model_validator(mode="after")
+    def _can_keep(self) -> "ServerConfig":
+        if self.keep_states and self.launch != "vllm":
+            raise ValueError("keep_states needs launch: vllm")
+        if self.keep_states:
+            self.leaves_states()
+        return self
 
     @property
     def spoken(self) -> str:
@@ -135,8 +148,7 @@ class StatesServer(EngineServer):
             raise ValueError(
                 "a server that is up writes its files to a directory; give its path here"
             )
-        for name in self.said_of_states:
-            raise ValueError(f"options have {name}, which the stage sets itself; leave it out")
+        self.leaves_states()
         return self
 
     @property

@@ -62,6 +62,7 @@ class DatastoreStage(TextStage[DatastoreConfig]):
             memory=StageMemory(target=self.target_bytes, states=memory_to_sort(stored)),
             disk_bytes=STORED_BYTES * stored,
             drafters=1,
+            runs_target=False,
         )
 
     def run(self) -> StageResult:

@@ -13,6 +13,7 @@ from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.adapter_directory import save_adapter
 from distill.distillation_loss import Distillation
+from distill.flops import TextFlops
 from distill.students import Student, make_student, student_kind
 from distill.students.student_start import checkpoint_layers, choose_trained, start_provenance
 from distill.teacher.feature_sources import LiveFeatures
@@ -84,6 +85,8 @@ class DistillStage(TrainingStage[DistillConfig]):
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
         amount += self.idle_in_words(config.loop)
         ema = config.optimizer.ema is not None
+        needs_teacher = config.weighted_loss.needs_teacher
+        runs_target = needs_teacher and config.teacher == "live"
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]
             what = f"continues to train the drafter of {config.drafter.stage}"
@@ -100,6 +103,8 @@ class DistillStage(TrainingStage[DistillConfig]):
                 start.disk_bytes,
                 max_seconds=time_limit(config.loop),
                 drafters=1,
+                runs_target=runs_target,
+                training_flops=start.training_flops,
                 linear_sizes=start.linear_sizes,
             )
         student = make_student(config, self.target, self.earlier)
@@ -118,6 +123,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             processes=self.processes,
             itemsize=self.product_bytes,
         )
+        flops = self._flops(student, runs_target=False, reads_logits=needs_teacher)
         return StagePlan(
             f"{student.in_words}; {config.losses_in_words}; {amount}",
             trained_parameters=trained,
@@ -126,6 +132,8 @@ class DistillStage(TrainingStage[DistillConfig]):
             disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=config.loop),
             max_seconds=time_limit(config.loop),
             drafters=2,
+            runs_target=runs_target,
+            training_flops=flops.per_token + flops.per_prediction if flops else 0.0,
             linear_sizes=sizes,
         )
 
@@ -224,16 +232,23 @@ class DistillStage(TrainingStage[DistillConfig]):
             measure_every=config.dev.every if config.dev else 1,
             look_ahead=look_ahead_of(source),
             deciding="expected_acceptance",
-            flops=distill_flops(
-                student.model,
-                model,
+            flops=self._flops(
+                student,
                 runs_target=teacher is not None and cache is None,
                 reads_logits=teacher is not None and not isinstance(cache, CachedTeacher),
-            )
-            if student.has_flops
-            else None,
+            ),
         )
         return self.make_trainer(task, config.loop, config.optimizer, clock)
+
+    def _flops(
+        self, student: Student, *, runs_target: bool, reads_logits: bool
+    ) -> TextFlops | None:
+        """Of a training step. None: not known."""
+        if not student.has_flops:
+            return None
+        return distill_flops(
+            student.model, self.target.model, runs_target=runs_target, reads_logits=reads_logits
+        )
 
     def _live_features(
         self, clock: TrainingClock, sources: Sources | None

@@ -39,7 +39,7 @@ from train.data.self_prompts import read_prompts, require_template, save_prompts
 from train.data.turns import Turns
 from train.engines.answers.known_parts import AnswerPart, Jobs, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
-from train.engines.launch import keeps_states, require_server
+from train.engines.launch import require_server, require_states
 from train.engines.states.served_states import EngineLayers
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
 from train.measure.ranks import Ranks
@@ -109,6 +109,7 @@ class GenerateStage(Stage[GenerateConfig]):
             token_bytes = bytes_per_token(self.target, self._kept_layers)
             together = min(config.part_prompts, count) * (prompt + config.max_new_tokens)
             if config.server:
+                require_states(config.server, config.sampling, self.target)
                 EngineLayers(self.target, self._kept_layers)  # refuses what it cannot tell apart
                 # vLLM's files, until a part is whole.
                 files = min(config.part_prompts + config.server.concurrency, count)
@@ -122,9 +123,7 @@ class GenerateStage(Stage[GenerateConfig]):
     def _readers(self) -> list[FeatureCacheConfig]:
         """The later stages that store states of these answers, if what makes them keeps some."""
         config, server = self.config, self.config.server
-        if config.num_beams > 1:
-            return []
-        if server and not keeps_states(server, config.sampling, self.target):
+        if config.num_beams > 1 or (server and not server.keep_states):
             return []
         caches = [stage for stage in self.later if isinstance(stage, FeatureCacheConfig)]
         return [cache for cache in caches if config.name in cache.text_stages]
@@ -204,7 +203,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 for example in self.corpus.examples.get(split, ())
                 for text in example.user_texts()
             ]
-            with self.reporter.bar("writing prompts", config.self_prompts) as bar:
+            with self.reporter.bar("writing prompts", config.self_prompts, whole=False) as bar:
                 written = write_prompts(
                     self.target,
                     self.corpus.system,

@@ -23,6 +23,7 @@ from decode.shapes.static import store_tree
 from distill.adapter_directory import save_adapter
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
+from distill.flops import TextFlops
 from distill.teacher.linear_logits import require_linear_logits
 from distill.trainable_model import Trainable, linear_sizes
 from heads.head_training import HeadTraining, require_losses
@@ -135,6 +136,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             trained += trained_parameters(config.backbone, target)
             what += f"the target too ({'LoRA' if config.backbone.lora else 'all weights'}); "
         tokens = planned_tokens(self.planned_tokens(plans), loop)
+        flops = self._flops(heads, runs_target=False)
         return StagePlan(
             f"{what}{source}{config.loop.epochs} epochs, "
             f"{steps_in_words(tokens, loop, config.optimizer)}{self.idle_in_words(loop)}",
@@ -144,6 +146,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             disk_bytes=disk,
             max_seconds=time_limit(loop),
             drafters=1,
+            runs_target=config.features == "live",
+            training_flops=flops.per_token + flops.per_prediction if flops else 0.0,
         )
 
     def run(self) -> StageResult:
@@ -267,18 +271,23 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             figures=module.figures,
             look_ahead=backbone.look_ahead,
             deciding="tokens_per_step",
-            flops=None
-            if config.backbone is not None or config.lora is not None or self.target.has_encoder
-            else heads_flops(
-                heads,
-                self.target.model,
-                runs_target=config.features == "live",
-                reads_logits=config.weighted_loss.needs_teacher,
-            ),
+            flops=self._flops(heads, runs_target=config.features == "live"),
         )
         trainer = self.make_trainer(task, config.loop, optimizer, clock)
         backbone.trainer = trainer
         return trainer
+
+    def _flops(self, heads: Heads, *, runs_target: bool) -> TextFlops | None:
+        """Of a training step. None: not known."""
+        config = self.config
+        if config.backbone is not None or config.lora is not None or self.target.has_encoder:
+            return None
+        return heads_flops(
+            heads,
+            self.target.model,
+            runs_target=runs_target,
+            reads_logits=config.weighted_loss.needs_teacher,
+        )
 
     def _dev_slice(
         self, module: HeadTraining | JointTraining, trained: Trainable, backbone: Backbone

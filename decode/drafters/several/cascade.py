@@ -18,7 +18,8 @@ from decode.drafters.several.combined import Group, chosen_rows, common_device, 
 from decode.drafters.trained import VerifyingDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
-from decode.rules import RULES, Rule, used_rule
+from decode.rules import RULES, Rule
+from decode.rules.exact import used_rule
 from decode.verdict import Scores, Verdict
 from decode.verification import Outcome, Verification
 

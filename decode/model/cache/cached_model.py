@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.long_read import LongRead, Part
+from decode.model.cache.long_read import LongRead, ReadPart
 from decode.model.cache.pass_size import PASS_TOKENS, SHORT_PASS_TOKENS, pass_limit
 from decode.model.cache.real_tokens import Listed, RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
@@ -193,7 +193,7 @@ class CachedLM(CachedRows):
         if ancestors_BNM is not None and not self._takes_trees:
             require_tree_masks(self)
             self._takes_trees = True
-        n, root = ids_BN.shape[1], start
+        slots, n, root = self.slots, ids_BN.shape[1], start
         if ancestors_BNM is not None:
             root = start - (ancestors_BNM.shape[2] - n)
         with ExitStack() as contexts:
@@ -206,7 +206,7 @@ class CachedLM(CachedRows):
             # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
             window = None if self.forward_pass.reads_positions else self.window
             own = None if self.pads else counts
-            self.slots.place(start, n, window, root, counts=own, first=first)
+            slots.place(start, n, window, root, counts=own, first=first)
             self.fed = ids_BN.numel() if own is None else int(own.sum())
             root_B1 = to_device(root, self.device)[:, None]
             if depth_BN is None:
@@ -218,7 +218,7 @@ class CachedLM(CachedRows):
                 contexts.enter_context(at_positions(at))
             if self.sources is not None:
                 contexts.enter_context(self.sources.reading(first, len(start)))
-            real = self.slots.real
+            real = slots.real
             if real is not None:
                 ids_BN, positions = real.flat(ids_BN), real.flat(positions)
                 if columns is not None:
@@ -228,12 +228,12 @@ class CachedLM(CachedRows):
                 ids_BN,
                 positions,
                 masks,
-                self.slots.layers if self.states is None else self.states.among(self.slots.layers),
+                slots.layers if self.states is None else self.states.among(slots.layers),
                 columns,
                 self.captured_layers,
             )
         if self.kept_layers:
-            self.slots.keep_states([self.features[layer] for layer in self.kept_layers])
+            slots.keep_states([self.features[layer] for layer in self.kept_layers])
         return logits, real
 
     def _rewind(
@@ -257,7 +257,7 @@ class CachedLM(CachedRows):
         contexts: Contexts,
         draft: Draft,
         counts: np.ndarray | None = None,
-        beside: Sequence[Part] = (),
+        beside: Sequence[ReadPart] = (),
     ) -> Tensor | Listed:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
         [B, N+1, V], or those of the tokens that were fed. counts: int [B], how many of these
@@ -292,11 +292,11 @@ class CachedLM(CachedRows):
         start: np.ndarray,
         counts: np.ndarray,
         ancestors_BNN: Tensor | None,
-        parts: Sequence[Part],
+        parts: Sequence[ReadPart],
     ) -> Listed:
         """One pass over these tokens, and parts of texts behind them in the list."""
         rows, n = ids_BN.shape
-        every = [Part(slice(0, rows), ids_BN, start, counts, lambda *_: None), *parts]
+        every = [ReadPart(slice(0, rows), ids_BN, start, counts, lambda *_: None), *parts]
         lists = [RealTokens(part.counts, part.ids.shape[1], self.device) for part in every]
         # One column more than any row has, so the pass is a list.
         width = max(part.ids.shape[1] for part in every) + 1
@@ -367,16 +367,17 @@ class CachedLM(CachedRows):
 
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""
-        slots = self.slots
-        dtype, windows = self.dtype, self._distinct_windows
-        visible = [slots.mask(base_B1, n, ancestors_BNM, window) for window in windows]
-        if self.watch is not None:
-            return [
-                AttentionMask(visible[kind], dtype, watch=partial(self.watch, layer))
-                for layer, kind in enumerate(self._mask_of)
-            ]
-        masks = [AttentionMask(seen, dtype) for seen in visible]
-        return [masks[kind] for kind in self._mask_of]
+        slots, dtype = self.slots, self.dtype
+        masks = [
+            AttentionMask(slots.mask(base_B1, n, ancestors_BNM, window), dtype)
+            for window in self._distinct_windows
+        ]
+        if self.watch is None:
+            return [masks[kind] for kind in self._mask_of]
+        return [
+            AttentionMask(masks[kind].visible, dtype, watch=partial(self.watch, layer))
+            for layer, kind in enumerate(self._mask_of)
+        ]
 
     @property
     def slots(self) -> Slots:

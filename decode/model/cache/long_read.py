@@ -16,7 +16,7 @@ from decode.model.cache.pass_size import pads_little
 
 
 @dataclass(frozen=True)
-class Part:
+class ReadPart:
     """What a pass reads of some texts: counts[b], int [B], of the tokens `ids`, int64 [B, n], of
     the rows `rows`, into the slots from `start`, int [B]. take: gets the logits after the last of
     them, [B, 1, V], and the hidden states of each captured layer, [B, n, H]."""
@@ -64,13 +64,13 @@ class LongRead:
         """The slots of the longest text that the next pass reads."""
         return int((self._start + self._counts)[self.rows].max())
 
-    def part(self, tokens: int, first: int = 0) -> Part:
+    def part(self, tokens: int, first: int = 0) -> ReadPart:
         """What the next pass reads: at most this number of tokens of some rows together, but at
         least one of each of these rows that has some left. first: the row of the first text."""
         rows = self.rows
         left, begin = (self._counts - self._read)[rows], int(self._read[rows.start])
         width = min(int(left.max()), max(tokens // len(left), 1))
-        return Part(
+        return ReadPart(
             slice(first + rows.start, first + rows.stop),
             self._ids[rows, begin : begin + width],
             self._start[rows] + begin,

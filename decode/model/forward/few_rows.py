@@ -1,4 +1,4 @@
-"""Products and whole layers for few rows on a CPU, in C++ (`few_rows.cpp`).
+"""Compiles and loads `few_rows.cpp`, products and layers for few rows on a CPU; packs its weights.
 
 A decode step multiplies a few rows by every weight. PyTorch's products move weights at a fraction
 of the memory's speed there, and a layer is thirty small operations of Python. The functions of
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 TWELVE = 10  # the form in 12 bits; those between are in `quantised_rows`
-MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 FUNCTIONS = "product", "norm", "look_up", "layer", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -50,19 +49,16 @@ FLAGS += ["-mf16c"]
 
 class Blocks:
     """Packed weights. data: [out / outputs of a block, …]. form: how they are stored, as in
-    few_rows.cpp. address: of the data."""
+    few_rows.cpp. address: of the data. count: of blocks."""
 
     def __init__(self, data: Tensor, form: int) -> None:
         self.data, self.form = data, form
-        self.address, self._count = data.data_ptr(), len(data)
+        self.address, self.count = data.data_ptr(), len(data)
 
     @classmethod
     def of(cls, data: Tensor) -> "Blocks":
         """Weights whose dtype says their form."""
         return cls(in_huge_pages(data), FORMS[data.dtype])
-
-    def __len__(self) -> int:
-        return self._count
 
     def __getitem__(self, part: slice) -> "Blocks":
         return Blocks(self.data[part], self.form)
@@ -236,7 +232,7 @@ def _cache() -> Path | None:
 
 
 def fits(weights: Sequence[Tensor]) -> bool:
-    """Whether `multiply` can be the product with these weights, [out, in] each."""
+    """Whether the functions compute products with these weights, [out, in] each."""
     if not runs(weights[0]):
         return False
     outputs = NUMBERS[weights[0].dtype].outputs
@@ -293,41 +289,3 @@ def unpacked_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     rows = blocks.permute(0, 3, 2, 1) if dtype == torch.float32 else blocks.transpose(1, 2)
     outputs = NUMBERS[dtype].outputs
     return rows.reshape(len(blocks) * outputs, -1).to(dtype)
-
-
-def multiply(
-    x: Tensor, packed: Blocks, bias: Tensor | None, other: Tensor | None, mode: str
-) -> Tensor:
-    """x · Wᵀ + b, [..., out], in the dtype of x. mode: what follows before the result is rounded:
-    `add` or `mul` with `other`, `swish`, or `none`."""
-    found = library(x.dtype)
-    assert found is not None
-    x = x.contiguous()
-    out, size = len(packed) * NUMBERS[x.dtype].outputs, x.shape[-1]
-    result = x.new_empty(*x.shape[:-1], out)
-    if other is not None:
-        other = other.expand_as(result).contiguous()
-    found.product(
-        x.data_ptr(),
-        packed.address,
-        None if bias is None else bias.data_ptr(),
-        None if other is None else other.data_ptr(),
-        result.data_ptr(),
-        x.numel() // size,
-        size,
-        out,
-        MODES[mode],
-        packed.form,
-    )
-    return result
-
-
-def normed(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
-    """RMS norm of x [..., H] times `weight` + `offset`, in the dtype of both."""
-    found = library(x.dtype)
-    assert found is not None
-    x, size = x.contiguous(), x.shape[-1]
-    result = torch.empty_like(x)
-    rows = x.numel() // size
-    found.norm(x.data_ptr(), weight.data_ptr(), offset, eps, result.data_ptr(), rows, size)
-    return result

@@ -101,8 +101,8 @@ class FewRowsLayer(PackedLayer):
         gates = [product.blocks[0] for product in gate_up]
         dtype = parts.mlp_in.weight.dtype
         outputs = few_rows.NUMBERS[dtype].outputs
-        inner = sum(map(len, gates)) * outputs // 2
-        half = len(gates[0]) // 2
+        inner = sum(gate.count for gate in gates) * outputs // 2
+        half = gates[0].count // 2
         gate, up = gates if len(gates) == 2 else (gates[0][:half], gates[0][half:])
         blocks = [packed, out.blocks[0], gate, up, down.blocks[0]]
         norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
@@ -169,7 +169,7 @@ def few_rows_layer(
         and parts.activation == ("swish", "")
         and size % few_rows.NUMBERS[dtype].outputs == 0
         and all(x.blocks[1] is None for x in products[1:])
-        and (len(gates) == 2 or len(gates[0].blocks[0]) % 2 == 0)
+        and (len(gates) == 2 or gates[0].blocks[0].count % 2 == 0)
     )
     return FewRowsLayer(parts, first, second, gates, last) if fits else None
 
@@ -284,7 +284,7 @@ class FewRowsPass:
         if read_out is not None:
             norm, product = read_out
             blocks, bias = product.blocks
-            out = len(blocks) * few_rows.NUMBERS[states.dtype].outputs
+            out = blocks.count * few_rows.NUMBERS[states.dtype].outputs
             logits, normed = states.new_empty(*states.shape[:2], out), torch.empty_like(states)
             output = _Output(
                 norm.weight.data_ptr(),

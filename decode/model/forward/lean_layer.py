@@ -63,7 +63,7 @@ class LeanLayer(nn.Module):
             normed = _normed_heads(query, self.query_norm), _normed_heads(key, self.key_norm)
             rotating = torch.cat(normed, 2)
         if rotation is not None and parts.rotates:
-            rotating = _rotated(rotating, rotation)
+            rotating = rotation.rotated(rotating)
         query, key = rotating.transpose(1, 2).split((parts.query_heads, parts.key_heads), 1)
         outputs = attend(query, key, value.transpose(1, 2)).transpose(1, 2).flatten(2)
         if parts.attention_out is None:
@@ -91,13 +91,3 @@ def _normed_heads(heads: Tensor, norm: LeanNorm) -> Tensor:
     if len(norm.weight) == heads.shape[3]:
         return norm(heads)
     return norm(heads.flatten(2)).view_as(heads)
-
-
-def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
-    """heads: [B, n, N, D]. The first R numbers of each head are rotated."""
-    cos, sin = rotation.halves
-    size = 2 * cos.shape[4]
-    halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
-    # Some models have cos and sin in float32.
-    rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)
-    return rotated if size == heads.shape[3] else torch.cat([rotated, heads[..., size:]], -1)

@@ -22,6 +22,9 @@ ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("gelu", "none"): nn.functional.gelu,
 }
 
+# What follows a product before it is rounded, by its number in few_rows.cpp.
+MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
+
 # Operators of PyTorch's oneDNN that have no public name, so a release may rename them.
 OPERATORS = ("_linear_pointwise", "_reorder_linear_weight")
 
@@ -111,9 +114,9 @@ class PackedLinear(Product, PackedLayer):
 
     def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
         if self.has_blocks:
-            known = activation in few_rows.MODES
+            known = activation in MODES
             mode = activation if known else "none"
-            found = few_rows.multiply(x, self._packed, self._packed_bias, None, mode)
+            found = multiply(x, self._packed, self._packed_bias, None, mode)
             return found if known else ACTIVATIONS[activation, algorithm](found)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self._packed_bias, activation, [], algorithm
@@ -122,11 +125,38 @@ class PackedLinear(Product, PackedLayer):
 
     def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
         if self.has_blocks:
-            return few_rows.multiply(x, self._packed, self._packed_bias, other, operation)
+            return multiply(x, self._packed, self._packed_bias, other, operation)
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             x, other, self._packed, self._packed_bias, operation
         )
         return result
+
+
+def multiply(
+    x: Tensor, packed: Blocks, bias: Tensor | None, other: Tensor | None, mode: str
+) -> Tensor:
+    """x · Wᵀ + b in C++, [..., out], in the dtype of x. mode: what follows before the result is
+    rounded: `add` or `mul` with `other`, `swish`, or `none`."""
+    found = few_rows.library(x.dtype)
+    assert found is not None
+    x = x.contiguous()
+    out, size = packed.count * few_rows.NUMBERS[x.dtype].outputs, x.shape[-1]
+    result = x.new_empty(*x.shape[:-1], out)
+    if other is not None:
+        other = other.expand_as(result).contiguous()
+    found.product(
+        x.data_ptr(),
+        packed.address,
+        None if bias is None else bias.data_ptr(),
+        None if other is None else other.data_ptr(),
+        result.data_ptr(),
+        x.numel() // size,
+        size,
+        out,
+        MODES[mode],
+        packed.form,
+    )
+    return result
 
 
 def _packed_by_torch(weights: Sequence[Tensor]) -> Tensor:
@@ -167,9 +197,14 @@ class LeanNorm(PackedLayer):
         self._state = state
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.in_cpp:
-            return few_rows.normed(x, self.weight, self.offset, self.eps)
         size = x.shape[-1]
+        if x.dtype == self.in_cpp:
+            found = few_rows.library(x.dtype)
+            assert found is not None
+            x = x.contiguous()
+            result, rows, weight = torch.empty_like(x), x.numel() // size, self.weight.data_ptr()
+            found.norm(x.data_ptr(), weight, self.offset, self.eps, result.data_ptr(), rows, size)
+            return result
         # Without the function of `torch.nn`, whose checks take as long as the sums of a token.
         normed = torch.layer_norm(torch.cat([x, -x], -1), (2 * size,), self._gain, None, self.eps)
         return normed[..., :size]

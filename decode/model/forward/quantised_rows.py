@@ -99,16 +99,16 @@ def rows_of(blocks: Blocks) -> QuantisedRows:
     scale_bytes = OUTPUTS * (4 if form.whole else 2)
     count = 2 if form.least else 1
     group_bytes = scale_bytes * count + form.group * OUTPUTS * form.bits // 8
-    data = blocks.data.numpy().reshape(len(blocks), -1, group_bytes)
+    data = blocks.data.numpy().reshape(blocks.count, -1, group_bytes)
     values = []
     for n in range(count):
         raw = np.ascontiguousarray(data[..., n * scale_bytes : (n + 1) * scale_bytes])
         scales = raw.view(np.float32 if form.whole else np.float16).astype(np.float32)
-        values.append(scales.swapaxes(1, 2).reshape(len(blocks) * OUTPUTS, -1))
+        values.append(scales.swapaxes(1, 2).reshape(blocks.count * OUTPUTS, -1))
     codes = data[..., count * scale_bytes :].reshape(*data.shape[:2], form.group, -1)
     if form.bits == 4:
         codes = np.concatenate([codes & 15, codes >> 4], -1) - np.uint8(0 if form.least else 8)
-    by_row = codes.view(np.int8).transpose(0, 3, 1, 2).reshape(len(blocks) * OUTPUTS, -1)
+    by_row = codes.view(np.int8).transpose(0, 3, 1, 2).reshape(blocks.count * OUTPUTS, -1)
     return QuantisedRows(form, by_row, values[0], values[1] if form.least else None)
 
 

@@ -43,13 +43,21 @@ class Rotation:
             self._places = torch.arange(cos[..., 0].numel()).view(cos.shape[:2])
         return *self._tables, self._places
 
-    @property
-    def halves(self) -> tuple[Tensor, Tensor]:
+    def _halved(self) -> tuple[Tensor, Tensor]:
         """cos and sin as [B, n, 1, 2, R/2]. The first half of sin is negated."""
         if self._halves is None:
             cos, sin = (x[:, :, None].unflatten(-1, (2, -1)) for x in self)
             self._halves = cos, torch.cat([-sin[:, :, :, :1], sin[:, :, :, 1:]], 3)
         return self._halves
+
+    def rotated(self, heads: Tensor) -> Tensor:
+        """heads: [B, n, N, D]. The first R numbers of each head are rotated."""
+        cos, sin = self._halved()
+        size = 2 * cos.shape[4]
+        halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
+        # Some models have cos and sin in float32.
+        rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)
+        return rotated if size == heads.shape[3] else torch.cat([rotated, heads[..., size:]], -1)
 
 
 class Rotations:

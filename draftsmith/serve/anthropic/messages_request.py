@@ -7,11 +7,11 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from decode.text import Prompt
 from draftsmith.serve.openai.api_errors import unfit
-from draftsmith.serve.openai.asked import FUNCTIONS, TEXTS, Tooled
 from draftsmith.serve.openai.contract import Contract, RequestPart, validated
 from draftsmith.serve.openai.fields import REFUSED, ignored_by, unsupported
 from draftsmith.serve.openai.formats import AskedGrammar
 from draftsmith.serve.openai.messages import read_stops
+from draftsmith.serve.openai.text_request import FUNCTIONS, TEXTS, Tooled
 from draftsmith.serve.openai.tools import read_tools
 
 TOLD_OF_ALL = {"defer_loading": (False,), "allowed_callers": (["direct"],)}

@@ -1,7 +1,9 @@
-"""What the service counts, in the format that Prometheus reads.
+"""What the service counts, in the format that Prometheus reads, and how fast it answers.
 
 The names are vLLM's behind our prefix, so its dashboards need only another prefix.
 """
+
+import math
 
 from prometheus_client import (
     CollectorRegistry,
@@ -16,6 +18,7 @@ from decode.stats import Judged
 from decode.verification import Verification
 
 PREFIX = "draftsmith"
+LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 # Seconds: of a pass on a GPU up to a long answer on a laptop.
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _SECONDS_PER_TOKEN = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3)
@@ -151,3 +154,28 @@ class Metrics:
             buckets=buckets,
         )
         return histogram.labels(self._name)
+
+
+class AnswerSpeed:
+    """Moving averages: tokens per second of the last passes, and tokens of the last texts."""
+
+    def __init__(self) -> None:
+        self._tokens_per_second = self._tokens_per_text = math.nan
+
+    def passed(self, tokens: int, seconds: float) -> None:
+        """A pass gave `tokens` tokens."""
+        self._tokens_per_second = _averaged(self._tokens_per_second, tokens / max(seconds, 1e-6))
+
+    def ended(self, tokens: int) -> None:
+        """A text has ended with `tokens` tokens."""
+        self._tokens_per_text = _averaged(self._tokens_per_text, tokens)
+
+    def seconds_for(self, texts: int) -> int:
+        """Seconds until `texts` texts are answered; 1 if no text has ended yet."""
+        seconds = texts * self._tokens_per_text / self._tokens_per_second
+        return min(max(math.ceil(seconds), 1), LONGEST_RETRY) if math.isfinite(seconds) else 1
+
+
+def _averaged(before: float, new: float) -> float:
+    """An exponential moving average. before: NaN at first."""
+    return new if math.isnan(before) else 0.9 * before + 0.1 * new

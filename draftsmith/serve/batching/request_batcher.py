@@ -15,11 +15,10 @@ from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
-from decode.stop_strings import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.net.few_lines import server_logger
-from draftsmith.serve.batching.metrics import Metrics
+from draftsmith.serve.batching.metrics import AnswerSpeed, Metrics
 from draftsmith.serve.batching.next_texts import next_texts
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
@@ -30,7 +29,6 @@ from draftsmith.serve.batching.requests import (
     RowWatch,
     each_once,
 )
-from draftsmith.serve.batching.speed import AnswerSpeed
 
 logger = server_logger(__name__)
 
@@ -113,15 +111,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
         """Let the texts of a request wait for rows. Raises Refusal if there is no place, and
         UserError for prompts and settings that cannot be decoded."""
         lm = self.decoder.lm
-        prompts = [choice.prompt for choice in request.choices]
-        require_prompts(prompts, lm.max_positions, self.decoder.vocab_size)
-        settings = request.settings(request.choices[0], self._draft_temperature)
+        job, texts = request.job, len(request.choices)
+        require_prompts(job.prompts, lm.max_positions, self.decoder.vocab_size)
+        request.take(self._tokenizer, self._draft_temperature)
+        settings = request.settings(request.choices[0])
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
-        if request.stops:
-            request.stop = StopStrings(self._tokenizer, request.stops)
-        tokens = sum(len(prompt) for prompt in each_once(prompts))
         with self._changed:
-            self.require_room(len(prompts), tokens)
+            self.require_room(texts, sum(map(len, job.prompts)))
             self._waiting.extend(request.choices)
             self._unsent.add(request)
             self._changed.notify()
@@ -226,7 +222,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self._refuse(request, Refusal("overran", message))
 
     def _admit(self) -> None:
-        while True:
+        while self._waiting:
             with self._changed:
                 texts = next_texts(self._waiting, self._rows.values(), self.bounds.max_rows)
             if not texts:
@@ -241,8 +237,8 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _seat(self, texts: list[AnswerChoice]) -> None:
         """Give rows to texts of one request that wait. They have the same prompt."""
         now, first, request = time.monotonic(), texts[0], texts[0].request
-        settings = request.settings(first, self._draft_temperature)
-        left = request.max_new_tokens - len(first.tokens)
+        settings = request.settings(first)
+        left = request.job.new_tokens - len(first.tokens)
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.text, left, samples, settings):
             return
@@ -317,7 +313,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             choice.steps += 1
             choice.versions = (choice.versions[0], self.drafter_version)
             if self.lossy is not None:
-                choice.lossy = self.lossy(choice.request.sampling) or choice.lossy
+                choice.lossy = self.lossy(choice.request.job.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
 
@@ -325,7 +321,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         """Keep what the pass drafted for the texts whose requests are traced."""
         for index, row in enumerate(step.rows.tolist()):
             choice = self._rows[row]
-            if choice.request.trace:
+            if choice.request.job.trace:
                 choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
 
     def _hand_out(self) -> None:

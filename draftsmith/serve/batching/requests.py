@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from transformers import PreTrainedTokenizerBase
+
 from decode.base.errors import MemoryShortage, UserError
 from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
@@ -39,6 +41,38 @@ class Refusal(Exception):
             return cls("failed", str(error))
         logger.error("a request ends with an error", exc_info=error)
         return cls("failed", f"the decode could not go on: {error}")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a request asks of the decode. prompts: token ids. new_tokens: the most new tokens of
+    each text. texts: of each prompt. seed: None: any. stops: strings that end a text. logprobs,
+    label: as in `RowSettings`. trace: keep what was drafted. store: its sender allows that the
+    service learns from it."""
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    sampling: Sampling
+    texts: int = 1
+    seed: int | None = None
+    stops: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    trace: bool = False
+    store: bool = False
+    label: str | None = None
+
+    def choices(self, random_bits: Callable[[int], int]) -> list["AnswerChoice"]:
+        """The texts, before they begin. random_bits: makes seeds."""
+        choices = list[AnswerChoice]()
+        for prompt in self.prompts:
+            # Equal prompts of one request get different texts, unless it names a seed.
+            seed = random_bits(62) if self.seed is None else self.seed
+            choices += [
+                AnswerChoice(len(choices) + sample, prompt, seed, sample)
+                for sample in range(self.texts)
+            ]
+        return choices
 
 
 @dataclass(eq=False)
@@ -78,14 +112,14 @@ class AnswerChoice:
     def end(self, max_positions: int, eos: Collection[int]) -> None:
         """Say why the text has ended. max_positions: the max positions of the target. eos: its
         ids."""
-        request, last = self.request, self.tokens[-1]
+        job, stop, last = self.request.job, self.request.stop, self.tokens[-1]
         room = max_positions - len(self.prompt)
-        stopped = len(self.tokens) < min(request.max_new_tokens, room)
-        stopped = stopped or (not request.ignore_eos and last in eos)
-        stopped = stopped or last in request.sampling.stop_token_ids
+        stopped = len(self.tokens) < min(job.new_tokens, room)
+        stopped = stopped or (not job.ignore_eos and last in eos)
+        stopped = stopped or last in job.sampling.stop_token_ids
         # The last token that a text may have can also be the end of a stop string.
-        if not stopped and request.stop is not None:
-            stopped = request.stop.ends(self.tokens)
+        if not stopped and stop is not None:
+            stopped = stop.ends(self.tokens)
         self.reason = "stop" if stopped else "length"
 
 
@@ -110,48 +144,45 @@ Event = NewTokens | Refusal
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """Texts that are asked for together. max_new_tokens: the most new tokens of each. stops:
-    strings that end a text, which `RequestBatcher.submit` makes `stop` of.
-    logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
-    decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
-    store: its sender allows that the service learns from it. begun: when the last of its texts got
-    a row; None: they all wait."""
+    """A job, and its texts on their way. deliver: called in the decoding thread with each event,
+    never after `cancel` has been seen or a refusal delivered. begun: when the last of its texts got
+    a row; None: they all wait. stop: of the job's stop strings. `RequestBatcher.submit` takes
+    it."""
 
+    job: Job
     choices: list[AnswerChoice]
-    max_new_tokens: int
-    sampling: Sampling
     deliver: Callable[[Event], None]
-    stops: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    trace: bool = False
-    store: bool = False
-    label: str | None = None
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: float | None = None
     stop: StopStrings | None = field(default=None, init=False)
+    _shared: RowSettings = field(init=False, repr=False)  # of the rows of all texts
 
     def __post_init__(self) -> None:
         for choice in self.choices:
             choice.request = self
 
-    def settings(self, choice: AnswerChoice, draft_temperature: float | None) -> RowSettings:
-        """Of a text's row. draft_temperature: None: as the text's."""
-        drafts = None
+    def take(self, tokenizer: PreTrainedTokenizerBase, draft_temperature: float | None) -> None:
+        """Make what all its texts are decoded with. tokenizer: the target's. draft_temperature:
+        None: as the texts'."""
+        job, drafts = self.job, None
+        if job.stops:
+            self.stop = StopStrings(tokenizer, job.stops)
         if draft_temperature is not None:
-            drafts = replace(self.sampling, temperature=draft_temperature)
-        # Tokens that it has got already are a part of the prompt now.
-        return RowSettings(
-            self.sampling,
-            choice.seed,
-            self.stop,
-            self.ignore_eos,
-            self.logprobs,
-            drafts,
-            self.label,
-            len(choice.tokens),
+            drafts = replace(job.sampling, temperature=draft_temperature)
+        self._shared = RowSettings(
+            job.sampling,
+            stop=self.stop,
+            ignore_eos=job.ignore_eos,
+            logprobs=job.logprobs,
+            draft_sampling=drafts,
+            label=job.label,
         )
+
+    def settings(self, choice: AnswerChoice) -> RowSettings:
+        """Of a text's row."""
+        # Tokens that it has got already are a part of the prompt now.
+        return replace(self._shared, seed=choice.seed, answered=len(choice.tokens))
 
 
 def each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:

@@ -11,8 +11,8 @@ from draftsmith.net.events import DONE, event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import Several, StreamOptions
-from draftsmith.serve.openai.reading import Read
+from draftsmith.serve.openai.reading import ReadRequest
+from draftsmith.serve.openai.text_request import Several, StreamOptions
 from draftsmith.serve.openai.tools import CallText, call_ids
 
 
@@ -43,13 +43,13 @@ class ApiAnswer(ABC):
         self,
         model: str,
         fingerprint: str,
-        read: Read,
+        read: ReadRequest,
         choices: Sequence[AnswerChoice],
         rule: str | None,
     ) -> None:
-        self._asked, self._choices, self._rule = read.asked, choices, rule
+        self._asked, self._job, self._choices, self._rule = read.asked, read.job, choices, rule
         self._model, self._fingerprint = model, fingerprint
-        self.prompt_tokens = sum(map(len, read.prompts))
+        self.prompt_tokens = sum(map(len, read.job.prompts))
         self._created = int(time.time())
         self.error: dict[str, Any] | None = None
         # Of an answer with tools, by choice.
@@ -151,7 +151,7 @@ class ChoicesAnswer(ApiAnswer):
 
     def choice(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
         """One of `choices`."""
-        asks = self._asked.likeliest is not None
+        asks = self._job.logprobs is not None
         # A special token is not in the text.
         shown = [token for token in piece.tokens if not token.special]
         trace = {"draftsmith": {"tokens": list(map(_traced, shown))}}
@@ -161,7 +161,7 @@ class ChoicesAnswer(ApiAnswer):
             "logprobs": self.logprobs(piece.tokens) if asks else None,
             "finish_reason": piece.reason,
             **(self.token_ids(piece, whole=whole) if self._asked.return_token_ids else {}),
-            **(trace if self._asked.draftsmith.trace else {}),
+            **(trace if self._job.trace else {}),
         }
 
     def token_ids(self, piece: Piece, *, whole: bool) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The names are those of OpenAI's API, and those that vLLM, SGLang and llama.cpp add and clients send.
 `docs/reference/requests.md` is made from these tables and from the models of
-`draftsmith.serve.openai.asked` and `openai_requests`.
+`draftsmith.serve.openai.text_request` and `openai_requests`.
 """
 
 from typing import Any

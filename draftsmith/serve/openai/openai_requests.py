@@ -17,19 +17,6 @@ from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import (
-    CHOICE,
-    FEW,
-    FUNCTIONS,
-    LONGEST_LABEL,
-    OBJECT,
-    REASONING,
-    TEXT_OR_IDS,
-    Reasoning,
-    Several,
-    Tooled,
-    an_object,
-)
 from draftsmith.serve.openai.contract import Contract, RequestPart
 from draftsmith.serve.openai.fields import IGNORED, REFUSED, ignored_by
 from draftsmith.serve.openai.formats import (
@@ -42,6 +29,19 @@ from draftsmith.serve.openai.messages import (
     read_items,
     read_messages,
     read_prompts,
+)
+from draftsmith.serve.openai.text_request import (
+    CHOICE,
+    FEW,
+    FUNCTIONS,
+    LONGEST_LABEL,
+    OBJECT,
+    REASONING,
+    TEXT_OR_IDS,
+    Reasoning,
+    Several,
+    Tooled,
+    an_object,
 )
 from draftsmith.serve.openai.tools import (
     read_flat_choice,

@@ -14,10 +14,11 @@ from decode.base.threads import run_in_thread
 from decode.draw.sampling import Sampling
 from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
+from draftsmith.serve.batching.requests import Job
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
-from draftsmith.serve.openai.asked import Asked, Tooled
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.formats import AskedGrammar
+from draftsmith.serve.openai.text_request import TextRequest, Tooled
 from draftsmith.serve.openai.tools import Calls, require_tools
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ class RequestLimits:
             message = f"the model {shown(name)} does not exist; this service has {self.names[0]!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def require(self, asked: Asked, prompts: int) -> None:
+    def require(self, asked: TextRequest, prompts: int) -> None:
         """Raise ApiError for what needs no tokens to be refused."""
         self.require_model(asked.model)
         if asked.store and asked.keeps_store and not self.learns:
@@ -57,7 +58,7 @@ class RequestLimits:
             message = f"the request asks for {texts} texts; expected 1 to {self.texts}"
             raise ApiError(400, message, param=asked.asks if asked.texts == 1 else "n")
 
-    def sampling_of(self, asked: Asked) -> Sampling:
+    def sampling_of(self, asked: TextRequest) -> Sampling:
         """How the texts of a request are drawn. Raises ApiError for a value out of its range."""
         try:
             sampling = asked.sampling(self.sampling)
@@ -67,7 +68,7 @@ class RequestLimits:
             raise refused(error, str(error).partition(" ")[0], "invalid_value") from None
         return sampling
 
-    def new_tokens(self, asked: Asked, longest: int) -> int:
+    def new_tokens(self, asked: TextRequest, longest: int) -> int:
         """How many tokens a text may have. longest: tokens of a prompt."""
         room = self.context - longest
         if room < 1:
@@ -102,14 +103,12 @@ class RequestLimits:
 
 
 @dataclass(frozen=True)
-class Read:
-    """A request that can be answered: its prompts as token ids, how its texts are drawn, how many
-    tokens a text may have, and what reads the calls of its answers, if it has tools."""
+class ReadRequest:
+    """A request that can be answered: what it asks for, its job for the decode, and what reads the
+    calls of its answers, if it has tools."""
 
-    asked: Asked
-    prompts: list[list[int]]
-    sampling: Sampling
-    new_tokens: int
+    asked: TextRequest
+    job: Job
     calls: Calls | None = None
 
 
@@ -132,7 +131,7 @@ class BodyReader:
         self._longest = longest_token(tokenizer)
         self._one = asyncio.Semaphore(1)
 
-    async def read(self, contract: Contract, body: bytes) -> Read:
+    async def read(self, contract: Contract, body: bytes) -> ReadRequest:
         """Raises ApiError for a request that cannot be answered."""
         if len(body) <= SHORT:
             read = self._read(contract, body, self._tokenizer)
@@ -142,7 +141,8 @@ class BodyReader:
         if form is None:
             return read
         grammar = await self._beside(lambda: self._compiled(form))
-        return replace(read, sampling=replace(read.sampling, grammar=grammar))
+        sampling = replace(read.job.sampling, grammar=grammar)
+        return replace(read, job=replace(read.job, sampling=sampling))
 
     async def _beside(self, call: Callable[[], T]) -> T:
         """The result of a call in a thread, one at a time."""
@@ -164,8 +164,10 @@ class BodyReader:
         except UserError as error:
             raise refused(error, field) from None
 
-    def _read(self, contract: Contract, body: bytes, tokenizer: PreTrainedTokenizerBase) -> Read:
-        asked: Asked = parse(contract, body)
+    def _read(
+        self, contract: Contract, body: bytes, tokenizer: PreTrainedTokenizerBase
+    ) -> ReadRequest:
+        asked: TextRequest = parse(contract, body)
         prompts = asked.prompts()
         sampling = self.limits.sampling_of(asked)
         self.limits.require(asked, len(prompts))
@@ -176,10 +178,22 @@ class BodyReader:
             ids = [prompt_ids(prompt, tokenizer, **asked.template) for prompt in prompts]
         except UserError as error:
             raise refused(error, asked.asks) from None
-        new_tokens = self.limits.new_tokens(asked, max(map(len, ids)))
-        return Read(asked, ids, sampling, new_tokens, calls)
+        job = Job(
+            ids,
+            self.limits.new_tokens(asked, max(map(len, ids))),
+            sampling,
+            asked.texts,
+            asked.seed,
+            asked.stops,
+            asked.ignore_eos,
+            asked.likeliest,
+            asked.draftsmith.trace,
+            asked.store,
+            asked.draftsmith.label,
+        )
+        return ReadRequest(asked, job, calls)
 
-    def _calls(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Calls | None:
+    def _calls(self, asked: TextRequest, tokenizer: PreTrainedTokenizerBase) -> Calls | None:
         """Reads the calls of an answer, if it may have some."""
         if not isinstance(asked, Tooled):
             return None
@@ -189,7 +203,7 @@ class BodyReader:
             return None
         return Calls(tokenizer, asked.called, asked.tool_choice, asked.parallel_tool_calls)
 
-    def _require_short(self, prompt: Prompt, asked: Asked) -> None:
+    def _require_short(self, prompt: Prompt, asked: TextRequest) -> None:
         """Refuse a prompt that has too many tokens for certain, before it is turned into tokens."""
         least = 0
         if prompt and isinstance(prompt[0], int):

@@ -11,8 +11,8 @@ from draftsmith.net.events import event
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import Tooled
 from draftsmith.serve.openai.openai_requests import ResponsesRequest
+from draftsmith.serve.openai.text_request import Tooled
 from draftsmith.serve.openai.tools import call_ids
 
 

@@ -41,7 +41,10 @@ function showProgress(state) {
   } else {
     const left = active && progress.seconds_left !== null && progress.done < progress.total
       ? `, ${duration(progress.seconds_left)} left of this` : "";
-    const doing = active ? `${progress.what}: ${progress.done} of ${progress.total}${left}` : "";
+    const all = active && progress.run_seconds_left
+      ? `, about ${duration(progress.run_seconds_left)} left of the run` : "";
+    const doing = active
+      ? `${progress.what}: ${progress.done} of ${progress.total}${left}${all}` : "";
     $("what").textContent = [stage, doing].filter(Boolean).join(" – ") || "waiting";
   }
   $("bar").hidden = !active;

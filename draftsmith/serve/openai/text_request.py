@@ -106,7 +106,7 @@ else:
     Drawn = create_model("Drawn", __base__=RequestPart, **{x: _drawn(x) for x in _DRAWN})
 
 
-class Asked(Drawn):
+class TextRequest(Drawn):
     """What all kinds of requests have: how text is drawn, which `Sampling` declares, and more.
     None: as the service is set."""
 
@@ -145,14 +145,14 @@ class Asked(Drawn):
     )
 
     @model_validator(mode="after")
-    def _options_of_a_stream(self) -> "Asked":
+    def _options_of_a_stream(self) -> "TextRequest":
         if self.stream_options is not None and not self.stream:
             message = "stream_options is given without stream: true; leave it out"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
         return self
 
     @model_validator(mode="after")
-    def _one_grammar(self) -> "Asked":
+    def _one_grammar(self) -> "TextRequest":
         asked = self._grammars()
         if len(asked) > 1:
             message = f"{' and '.join(x.field for x in asked)} are given; choose one format"
@@ -213,7 +213,7 @@ class Asked(Drawn):
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 
 
-class Several(Asked):
+class Several(TextRequest):
     """Requests that may ask for several texts of one prompt."""
 
     max_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
@@ -242,7 +242,7 @@ class Several(Asked):
         return self.stop
 
 
-class Tooled(Asked):
+class Tooled(TextRequest):
     """Requests whose answers may call functions."""
 
     tools: Annotated[list[dict[str, Any]], PlainValidator(read_tools), FUNCTIONS] = Field(
