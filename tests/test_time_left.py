@@ -13,16 +13,16 @@ from draftsmith.cli.main import app
 from tests.test_run import make_base
 from tests.tiny import tiny_target
 from train.base.stage import StagePlan
-from train.base.time_left import EVALUATING, Part, TimeLeft
+from train.base.time_left import EVALUATING, RunPart, TimeLeft
 from train.run.config_checks import validate_config
 from train.run.run_parts import run_parts
 
 PARTS = [
-    Part("generate", "answers", 100.0),
-    Part("generate", "more", 300.0),
-    Part("heads", "heads", 50.0, max_seconds=20.0),
-    Part(EVALUATING, "before-ngram", 10.0),
-    Part(EVALUATING, "heads", 10.0),
+    RunPart("generate", "answers", 100.0),
+    RunPart("generate", "more", 300.0),
+    RunPart("heads", "heads", 50.0, max_seconds=20.0),
+    RunPart(EVALUATING, "before-ngram", 10.0),
+    RunPart(EVALUATING, "heads", 10.0),
 ]
 
 

@@ -9,7 +9,7 @@ EVALUATING = "evaluation"  # the kind of the parts that are no stages
 
 
 @dataclass(frozen=True)
-class Part:
+class RunPart:
     """A part of a run by its plan. kind: of the stage, or EVALUATING. flops: those of its products;
     0 for a part that takes no time to speak of. max_seconds: the limit of its time, if it has one.
     """
@@ -29,12 +29,12 @@ class TimeLeft:
     """
 
     def __init__(
-        self, parts: Iterable[Part], *, clock: Callable[[], float] = time.monotonic
+        self, parts: Iterable[RunPart], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
         self._waiting = {(part.kind, part.name): part for part in parts}
         self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # seconds, planned FLOPs
-        self._running: Part | None = None
+        self._running: RunPart | None = None
         self._begun, self._share = 0.0, 1.0
 
     def begin(self, kind: str, name: str) -> None:
@@ -70,10 +70,10 @@ class TimeLeft:
         known = [seconds for seconds in times if seconds is not None]
         return sum(known) if len(known) == len(times) else None
 
-    def _measure(self, part: Part, seconds: float) -> None:
+    def _measure(self, part: RunPart, seconds: float) -> None:
         self._measured[part.kind, part.name] = seconds, self._share * part.flops
 
-    def _estimate(self, part: Part) -> float | None:
+    def _estimate(self, part: RunPart) -> float | None:
         if not part.flops:
             return 0.0
         same = [took for (kind, _), took in self._measured.items() if kind == part.kind]

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from distill.flops import layers_flops
 from train.base.stage import StagePlan
-from train.base.time_left import EVALUATING, Part
+from train.base.time_left import EVALUATING, RunPart
 from train.data.read import Example
 from train.run.config import RunConfig
 from train.run.run_evaluation import planned_evaluation, planned_rows
@@ -17,19 +17,19 @@ def run_parts(
     plans: Mapping[str, StagePlan],
     examples: Mapping[str, Sequence[Example]],
     model: PreTrainedModel,
-) -> list[Part]:
+) -> list[RunPart]:
     """The stages, and the evaluated drafters. plans: of all stages by name. model: the target."""
     output = model.get_output_embeddings()
     token = layers_flops(model, trained=False).per_token
     token += 2 * sum(weight.numel() for weight in output.parameters())
     kinds = {stage.name: stage.kind for stage in config.stages}
     stages = [
-        Part(kinds[name], name, plan.tokens * _token_flops(plan, token), plan.max_seconds)
+        RunPart(kinds[name], name, plan.tokens * _token_flops(plan, token), plan.max_seconds)
         for name, plan in plans.items()
     ]
     rows = planned_rows(config, plans)
     flops = token * planned_evaluation(config, plans, examples).tokens / max(1, len(rows))
-    return stages + [Part(EVALUATING, name, flops) for name in rows]
+    return stages + [RunPart(EVALUATING, name, flops) for name in rows]
 
 
 def _token_flops(plan: StagePlan, target: float) -> float:
