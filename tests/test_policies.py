@@ -568,13 +568,16 @@ def test_prompts_that_a_drafter_reads_count_as_its_costs(kind: type[CostModel]) 
 
 
 @by_costs
-@pytest.mark.parametrize(("prompt", "lasts", "reads"), [(1.0, 100, True), (8.0, 40, False)])
+@pytest.mark.parametrize(
+    ("alpha", "prompt", "lasts", "reads"),
+    [(0.5, 1.0, 100, True), (0.5, 8.0, 40, False), (0.7, 12.0, 40, False)],
+)
 def test_new_texts_are_read_if_their_drafts_save_more(
-    kind: type[CostModel], prompt: float, lasts: float, reads: bool
+    kind: type[CostModel], alpha: float, prompt: float, lasts: float, reads: bool
 ) -> None:
     """A draft brings half a token for a seventh of a step, in each of four texts. To read one takes
     a twelfth, or the whole, of what that saves."""
-    heads = Made(lambda _: 0.5, 0.1, missed=0.0, prompt=prompt)
+    heads = Made(lambda _: alpha, 0.1, missed=0.0, prompt=prompt)
     policy = kind(1)
     taken, cost = decode_made(policy, [heads], 2_000, rows=4, lasts=lasts)
     drafted = np.mean([gamma > 0 for at, gamma, _ in taken if at > 500])

@@ -92,11 +92,13 @@ class CostModel(Policy):
         self._steps = 0
         self._unfaded = 0.0  # tokens since results last faded
         self._text = TEXT
+        self._settled = False  # it decided for these rows
 
     def start(self, rows: int) -> None:
         if self.rows:
             self._see_ended(self._tokens)
         super().start(rows)
+        self._settled = False
         self._passes.rows = rows
         for source in self._sources:
             source.new_text, source.hopeful = True, False
@@ -104,6 +106,11 @@ class CostModel(Policy):
     def keep_rows(self, rows: np.ndarray) -> None:
         self._see_ended(np.delete(self._tokens, rows))
         super().keep_rows(rows)
+        self._settled = False
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._settled = False
 
     def _see_ended(self, tokens: np.ndarray) -> None:
         """Texts of so many tokens ended, [n]."""
@@ -132,13 +139,13 @@ class CostModel(Policy):
 
     def depths(self) -> np.ndarray:
         asks = any(source.asks and source.depth for source in self._sources)
-        if self._passes.rows != self.rows or self._reads() or asks:
+        if not self._settled or self._reads() or asks:
             self._decide()
         return np.full(self.rows, max(self.by_source))
 
     def _decide(self) -> None:
         """How deep each drafter may draft."""
-        self._passes.rows = self.rows
+        self._passes.rows, self._settled = self.rows, True
         known = []
         for source in self._sources:
             depth = self._unknown(source)
@@ -149,9 +156,11 @@ class CostModel(Policy):
                 source.depth = depth
         for source, depth in zip(known, self._best(known) if known else (), strict=True):
             lost = source.lost(self.rows, source.waited < self.patience)
-            source.asks = lost > 0 or not depth or not self._worth_reading(source, depth)
+            reads = self._worth_reading(source, depth)
+            source.asks = lost > 0 or not depth or not reads
             if source.asks:
-                depth = 0 if lost == float("inf") else self._probe(source, lost) * max(depth, 1)
+                due = lost != float("inf") and self._is_due(source, lost, goes_on=reads)
+                depth = due * max(depth, 1)
             source.depth = depth
 
     def _reads(self) -> bool:
@@ -202,7 +211,8 @@ class CostModel(Policy):
         return int(self._unread[:, number].sum()) if source.reading_s else 0
 
     def _worth_reading(self, source: Source, depth: int) -> bool:
-        """Whether drafts of this depth save what reading the new texts takes."""
+        """Whether drafts of this depth save in a text what reading it takes, if there are new ones.
+        Other texts follow these, so what the others of the batch would save does not count."""
         if not self._new_texts(source):
             return True
         plain, token = self._plain_and_token()
@@ -222,9 +232,9 @@ class CostModel(Policy):
         """The tokens that the batch could get in the time that one more token adds to a pass."""
         return self._rate * self._plain_and_token()[1]
 
-    def _probe(self, source: Source, lost: float) -> int:
-        """1 if a draft is due although none pays, or none did lately, else 0. lost: see
-        `Source.lost`."""
+    def _is_due(self, source: Source, lost: float, *, goes_on: bool) -> bool:
+        """Whether a draft is due although none pays, or none did lately. lost: see `Source.lost`.
+        goes_on: at once, if the last one was accepted."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
         plain, token = self._plain_and_token()
         fed = self.rows * source.share * source.nodes()[0] + 1  # one is fed in any case
@@ -235,7 +245,7 @@ class CostModel(Policy):
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
         rarest = min(rarest, RAREST * self.patience)
         interval = min(loss / self.probe_share, rarest)
-        return int(source.hopeful or source.waited >= interval)
+        return bool((source.hopeful and goes_on) or source.waited >= interval)
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.sum()) / max(len(verification.emitted), 1)
@@ -243,7 +253,7 @@ class CostModel(Policy):
         self._unfaded += emitted
         self._tokens += verification.emitted
         looks = self._reads() or any(x.depth and (x.asks or x.waited) for x in self._sources)
-        if not looks and not verification.draft_steps:
+        if not (looks or verification.draft_steps or verification.draft_prefill_s):
             self._pass_by(verification, emitted)
             return
         asked, drafted_by = self._asked(verification)
@@ -258,7 +268,7 @@ class CostModel(Policy):
             asks, pays = part > 0, True
             free = (drafted_by < 0) | (drafted_by >= number)  # no drafter before it serves them
             source.vain += asks and beside
-            if asks and (new := self._unread[:, min(number, DRAFTERS - 1)]).any():
+            if reading and (new := self._unread[:, min(number, DRAFTERS - 1)]).any():
                 source.see_reading(reading, int(new.sum()))
                 new[:] = False
             if plain is not None and free.any() and not (source.new_text and asks):
@@ -268,7 +278,8 @@ class CostModel(Policy):
                 # No draft was allowed, or the drafter drafted nothing: no acceptance to learn.
                 source.waited = 0.0 if asks else source.waited + emitted
                 continue
-            source.share = faded * source.share + (1 - faded) * float(free.mean())
+            stays = self.memory**emitted
+            source.share = stays * source.share + (1 - stays) * float(free.mean())
             accepted, fed = self._results(verification, drafted_by == number)
             # One alone has the depths of the loop, whatever it was allowed.
             most = source.depth if verification.draft.asked else self.max_depth

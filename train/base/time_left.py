@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+CUT = 0.98  # of its time: a part that takes more is ended by its limit
 EVALUATING = "evaluation"  # the kind of the parts that are no stages
 
 
@@ -49,7 +50,8 @@ class TimeLeft:
         """An earlier start did this part, in these seconds; None: not known."""
         part = self._waiting.pop((kind, name), None)
         if part is not None and seconds is not None:
-            self._measured[kind, name] = seconds, part.flops
+            self._share = 1.0
+            self._measure(part, seconds)
 
     def seconds(self, left: float | None = None, share: float = 1.0) -> float | None:
         """The seconds that are left of the run; None: not known yet.
@@ -71,6 +73,8 @@ class TimeLeft:
         return sum(known) if len(known) == len(times) else None
 
     def _measure(self, part: RunPart, seconds: float) -> None:
+        if seconds > CUT * part.max_seconds:
+            return  # how much of its work it does is not known
         self._measured[part.kind, part.name] = seconds, self._share * part.flops
 
     def _estimate(self, part: RunPart) -> float | None:

@@ -190,7 +190,9 @@ class CacheStage(TextStage[K]):
         require_space(self.directory, needed, f"the {len(firsts)} missing parts of this cache")
         # No rank may take a part of another rank for one of an earlier start.
         self.accelerator.wait_for_everyone()
-        with self.reporter.bar("scoring", len(missing)) as bar:
+        done = len(samples) - len(missing)
+        with self.reporter.bar("scoring", len(samples)) as bar:
+            bar.update(done)
             for turn, (first, number) in enumerate(zip(firsts, numbers, strict=False)):
                 if turn % ranks.world == ranks.rank:
                     # Each rank writes complete parts without communication, so no rank waits.
@@ -203,7 +205,7 @@ class CacheStage(TextStage[K]):
                             f"stage {self.config.name}: {error} The finished parts are kept; the "
                             "same command goes on with the missing ones."
                         ) from error
-                bar.update(min(first + part_samples, len(missing)))
+                bar.update(done + min(first + part_samples, len(missing)))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             # The writer hashed each part when it was whole.

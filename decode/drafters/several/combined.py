@@ -176,13 +176,13 @@ class CompositeDrafter(Group):
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         return None  # each drafter reads when it is asked
 
-    def _read(self, member: int, contexts: Contexts, rows: np.ndarray) -> float:
-        """Let a drafter read what is new in these rows, bool [B]. Returns the seconds it takes."""
-        begin, new = time.perf_counter(), self._unread[:, member] & rows
-        if new.any():
-            first = int(new.argmax())
-            self.drafters[member].prefill(contexts, first)
-            self._unread[first:, member] = False
+    def _read(self, member: int, contexts: Contexts) -> float:
+        """Let a drafter read the texts that are new to it. Returns the seconds it takes."""
+        begin, new = time.perf_counter(), self._unread[:, member]
+        if not new.any():
+            return 0.0
+        self.drafters[member].prefill(contexts, int(new.argmax()))
+        new[:] = False
         return time.perf_counter() - begin
 
     def draft(
@@ -199,7 +199,7 @@ class CompositeDrafter(Group):
                 open_depths = np.minimum(open_depths, limits.by_source[member])
             if not open_depths.any():
                 continue
-            reading = self._read(member, contexts, open_depths > 0)
+            reading = self._read(member, contexts)
             begin = time.perf_counter()
             its_limits = replace(limits, depths=open_depths, source=member, by_source=())
             draft = drafter.draft(contexts, its_limits, sampling, rng)

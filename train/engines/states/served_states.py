@@ -179,7 +179,7 @@ def last_norm(target: Target) -> nn.Module:
     if len(norms) != 1:
         raise UserError(
             f"vLLM's hidden states cannot be used with {type(target.model).__name__}: the norm "
-            "after its last layer is not known; use features: live, or for answers "
-            "server.options: {enable_prefix_caching: true}, which keeps none"
+            "after its last layer is not known; use features: live, and for answers "
+            "no server.keep_states"
         )
     return norms[0]
