@@ -32,10 +32,10 @@ def request_name(number: int) -> str:
 @dataclass(frozen=True)
 class AskSettings:
     """What all requests have in common. logprobs: how many log-probabilities are wanted for each
-    token. model: the server's name for it. whole_in: the positions of a target whose vLLM is to
-    read the last token of each text too; the text goes on for that. alone: requests come one at a
-    time; a server with places for several uses one of them, and nothing that it keeps of other
-    prompts."""
+    token. model: the server's name for it. alone: requests come one at a time; a server
+    with places for several uses one of them, and nothing that it keeps of other prompts. whole_in:
+    the positions of a target whose vLLM is to read the last token of each text too; the text goes
+    on for that."""
 
     sampling: Sampling
     max_new_tokens: int
@@ -43,8 +43,8 @@ class AskSettings:
     eos_token_ids: tuple[int, ...]
     logprobs: int = 0
     model: str | None = None
-    whole_in: int | None = None
     alone: bool = False
+    whole_in: int | None = None
 
     def row_seed(self, row: WantedAnswer) -> int:
         """A seed of 31 bits from the stage's seed and the row's number."""
