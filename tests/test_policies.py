@@ -582,7 +582,7 @@ def test_new_texts_are_read_if_their_drafts_save_more(
     taken, cost = decode_made(policy, [heads], 2_000, rows=4, lasts=lasts)
     drafted = np.mean([gamma > 0 for at, gamma, _ in taken if at > 500])
     assert drafted > 0.9 if reads else drafted < 0.3
-    assert cost < (0.88 if reads else 1.05)
+    assert cost < (0.88 if reads else 1.06)
 
 
 @by_costs

@@ -91,7 +91,7 @@ class CostModel(Policy):
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
         self._unfaded = 0.0  # tokens since results last faded
-        self._text = TEXT
+        self._text, self._texts = TEXT, 0  # the tokens of a text, on average, and how many ended
         self._settled = False  # it decided for these rows
 
     def start(self, rows: int) -> None:
@@ -115,7 +115,8 @@ class CostModel(Policy):
     def _see_ended(self, tokens: np.ndarray) -> None:
         """Texts of so many tokens ended, [n]."""
         for count in tokens.tolist():
-            self._text = STAYS * self._text + (1 - STAYS) * count
+            self._texts += 1
+            self._text += max(1 / self._texts, 1 - STAYS) * (count - self._text)
 
     def use_costs(self, costs: Costs) -> None:
         for width, v in zip(costs.widths, costs.v, strict=True):
