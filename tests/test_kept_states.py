@@ -219,19 +219,25 @@ def vllm(
     return faults
 
 
+def assert_kept(context: StageInputs, server: dict[str, Any], settings: dict[str, Any]) -> None:
+    """A server's answers, of different lengths, have the states of a pass over the whole text.
+    Greedy ones are those of our own loop."""
+    answer(context, cache_stage(), server=server, **settings)
+    if not settings:
+        answer(context, name="ours")
+        assert tokens(context) == tokens(context, "ours")
+    lengths = {*map(len, tokens(context))}
+    assert min(lengths) < 3 < 12 == max(lengths)
+    outcome, states = cached(context, cache_stage())
+    assert outcome.summary["tokens_scored"] == 0
+    assert_those_of_whole_texts(context, states, 2048)
+
+
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_states_of_a_servers_answers_are_those_of_the_whole_text(
     ending: StageInputs, settings: dict[str, Any], vllm: Any
 ) -> None:
-    answer(ending, cache_stage(), server=SERVER, **settings)
-    if not settings:
-        answer(ending, name="plain")
-        assert tokens(ending) == tokens(ending, "plain")
-    lengths = {*map(len, tokens(ending))}
-    assert min(lengths) < 3 < 12 == max(lengths)
-    outcome, states = cached(ending, cache_stage())
-    assert outcome.summary["tokens_scored"] == 0
-    assert_those_of_whole_texts(ending, states, 2048)
+    assert_kept(ending, SERVER, settings)
     assert not list(ending.directory.glob("answers/.tmp-*"))
 
 
@@ -302,12 +308,4 @@ def test_vllm_keeps_the_states_of_the_whole_text(
     # In parts: with a seed of its own, such a prompt ends vLLM on a CPU.
     options |= {} if settings else {"max_num_batched_tokens": 16}
     server = SERVER | {"concurrency": 4, "options": options}
-    answer(context, cache_stage(), server=server, **settings)
-    if not settings:
-        answer(context, name="ours")
-        assert tokens(context) == tokens(context, "ours")
-    lengths = {*map(len, tokens(context))}
-    assert min(lengths) < 3 < 12 == max(lengths)
-    outcome, states = cached(context, cache_stage())
-    assert outcome.summary["tokens_scored"] == 0
-    assert_those_of_whole_texts(context, states, 2048)
+    assert_kept(context, server, settings)

@@ -77,6 +77,18 @@ def test_a_later_start_knows_what_the_first_one_took() -> None:
     assert unknown.seconds() is None
 
 
+def test_a_part_that_an_earlier_start_did_says_nothing_of_the_running_one() -> None:
+    clock = Clock()
+    parts = [("generate", "answers"), ("heads", "heads"), ("generate", "more")]
+    left = TimeLeft([RunPart(kind, name, 100.0) for kind, name in parts], clock=clock)
+    left.begin("generate", "answers")
+    clock.now += 10
+    left.seconds(0.0, share=0.5)  # half of it
+    left.skip("heads", "heads", 7.0)
+    left.begin("generate", "more")
+    assert left.seconds() == pytest.approx(20)
+
+
 def stage(name: str, kind: str, **settings: object) -> dict[str, object]:
     return {"name": name, "kind": kind, **settings}
 

@@ -52,7 +52,7 @@ class Clock:
             self._add_seconds(part, self._last - begin, self._seconds)
 
     def move(self, seconds: float, part: str, to: str) -> None:
-        """So many seconds of the host that are counted for `part` were spent on another."""
+        """Count seconds of the host for another part than the one that they are counted for."""
         self._add_seconds(part, -seconds, self._seconds)
         self._add_seconds(to, seconds, self._seconds)
 

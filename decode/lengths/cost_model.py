@@ -90,7 +90,8 @@ class CostModel(Policy):
         self._rate = 0.0  # the tokens per second of all rows that drafts of the best depths give
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
-        self._unfaded = 0.0  # tokens since results last faded
+        # Tokens of a row, in all steps, and until results last faded.
+        self._emitted = self._faded_at = 0.0
         self._text, self._texts = TEXT, 0  # the tokens of a text, on average, and how many ended
         self._settled = False  # it decided for these rows
 
@@ -113,7 +114,7 @@ class CostModel(Policy):
         self._settled = False
 
     def _see_ended(self, tokens: np.ndarray) -> None:
-        """Texts of so many tokens ended, [n]."""
+        """Texts ended. tokens: of each, [n]."""
         for count in tokens.tolist():
             self._texts += 1
             self._text += max(1 / self._texts, 1 - STAYS) * (count - self._text)
@@ -206,10 +207,14 @@ class CostModel(Policy):
                 depths[place] = int(more.argmax())
         return depths
 
+    def _unread_by(self, source: Source) -> np.ndarray:
+        """bool [B], to be written to: the texts that a drafter has not read."""
+        unread: np.ndarray = self._unread[:, min(self._sources.index(source), DRAFTERS - 1)]
+        return unread
+
     def _new_texts(self, source: Source) -> int:
         """How many texts a drafter would read before a draft."""
-        number = min(self._sources.index(source), DRAFTERS - 1)
-        return int(self._unread[:, number].sum()) if source.reading_s else 0
+        return int(self._unread_by(source).sum()) if source.reading_s else 0
 
     def _worth_reading(self, source: Source, depth: int) -> bool:
         """Whether drafts of this depth save in a text what reading it takes, if there are new ones.
@@ -251,7 +256,7 @@ class CostModel(Policy):
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.sum()) / max(len(verification.emitted), 1)
         self._steps += 1
-        self._unfaded += emitted
+        self._emitted += emitted
         self._tokens += verification.emitted
         looks = self._reads() or any(x.depth and (x.asks or x.waited) for x in self._sources)
         if not (looks or verification.draft_steps or verification.draft_prefill_s):
@@ -259,7 +264,8 @@ class CostModel(Policy):
             return
         asked, drafted_by = self._asked(verification)
         both = [*zip(self._sources, asked, strict=True)]
-        faded, self._unfaded = self.memory**self._unfaded, 0.0
+        faded = self.memory ** (self._emitted - self._faded_at)
+        self._faded_at = self._emitted
         beside = bool(verification.fed_beside)
         timed = looks and not beside  # prompts make a pass longer
         more = self._see_pass(verification) if timed else 0.0
@@ -269,7 +275,7 @@ class CostModel(Policy):
             asks, pays = part > 0, True
             free = (drafted_by < 0) | (drafted_by >= number)  # no drafter before it serves them
             source.vain += asks and beside
-            if reading and (new := self._unread[:, min(number, DRAFTERS - 1)]).any():
+            if reading and (new := self._unread_by(source)).any():
                 source.see_reading(reading, int(new.sum()))
                 new[:] = False
             if plain is not None and free.any() and not (source.new_text and asks):

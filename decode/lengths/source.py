@@ -101,7 +101,7 @@ class Source:
         self.fed[:count] += fed[:count]
 
     def see_reading(self, seconds: float, texts: int) -> None:
-        """How long it read so many new texts."""
+        """It read this number of new texts in these seconds."""
         each = seconds / texts
         self.reading_s = each if not self.reading_s else 0.5 * (self.reading_s + each)
 

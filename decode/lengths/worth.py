@@ -55,7 +55,7 @@ class Worth(CostModel):
     _since: np.ndarray  # [B]: tokens since these last faded
     _fed_nodes: "_Nodes | None" = None  # of this pass
     _known_chances: np.ndarray | None = None  # until there are new results
-    _ungraded = 0.0  # tokens of a row since results of nodes last faded
+    _graded_at = 0.0  # as `_faded_at`, of results of nodes
 
     @cached_property
     def _graded(self) -> np.ndarray:
@@ -138,9 +138,9 @@ class Worth(CostModel):
         if self._since.any():
             faded = self.memory**self._since
             self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
-            self._graded *= self.memory ** (self._ungraded / LONGER)
+            self._graded *= self.memory ** ((self._emitted - self._graded_at) / LONGER)
             self._known_chances = None
-            self._since, self._ungraded = np.zeros(self.rows), 0.0
+            self._since, self._graded_at = np.zeros(self.rows), self._emitted
         own = (self._kept + OWN) / (self._expected_of + OWN)
         nodes.chances = self._chances()[nodes.sources, nodes.grades, nodes.depths]
         here = np.minimum(own[:, None] * nodes.chances, 1.0)
@@ -151,7 +151,6 @@ class Worth(CostModel):
     def observe(self, verification: Verification) -> None:
         super().observe(verification)
         self._since += verification.emitted
-        self._ungraded += float(verification.emitted.sum()) / max(len(verification.emitted), 1)
         if (nodes := self._fed_nodes) is None:
             return
         accepted, judged = nodes.outcomes(verification)

@@ -213,11 +213,16 @@ def advice(lines: Sequence[Line], rows: int, *, narrower: bool = True) -> str:
 
 def losers(lines: Sequence[Line]) -> list[str]:
     """A sentence that names the drafters that probably lose, at the first load and length."""
-    gains = [(line, cell) for line in lines for cell in line.cells[:1] if cell.speedup is not None]
-    lose = [line.name for line, cell in gains if cell.speedup and cell.speedup.value < 1]
+    lose = {
+        line.name: cell.where
+        for line in lines
+        for cell in line.cells[:1]
+        if cell.speedup is not None and cell.speedup.value < 1
+    }
     if not lose:
         return []
-    return [f"probably slower than plain decoding {gains[0][1].where}: {', '.join(lose)}"]
+    place = next(iter(lose.values()))
+    return [f"probably slower than plain decoding {place}: {', '.join(lose)}"]
 
 
 def engine_advice(lines: Sequence[Line]) -> list[str]:

@@ -87,11 +87,7 @@ def forecast(
             for name, _, plan in whole.plan(splits)
             if plan.drafters and (settings.stages is None or name in settings.stages)
         ]
-        afterwards = any(
-            (stage_directory(config.run_dir, stage.name, number) / DONE).is_file()
-            for number, stage in enumerate(config.stages)
-            if stage.name in stages
-        )
+        afterwards = not _done_in(config.run_dir, config).isdisjoint(stages)
     if not stages:
         raise UserError("no stage of the config makes a drafter that it evaluates")
     about = _about(target)
@@ -143,12 +139,10 @@ def forecast(
     others = time.perf_counter() - start - begun_in
     if pilots:
         pilots += map(train, _finished(config, file.parent, total))
-    more: int | None = None
     while pilots:
         times = [(pilot.rows, pilot.seconds) for pilot in pilots]
         judging = [pilot.judging_seconds for pilot in pilots]
         left = 60 * minutes - others - sum(taken for _, taken in times) - sum(judging)
-        more = next_rows(total, times, math.inf)
         rows = next_rows(total, times, left, judging[-1])
         if rows is None:
             break
@@ -173,7 +167,7 @@ def forecast(
         seconds=shared + sum(line.seconds or 0.0 for line in lines) if pilots else None,
         spent=time.perf_counter() - start,
         lines=lines,
-        advice=advice(lines, total, narrower=more is not None),
+        advice=advice(lines, total, narrower=bool(pilots) and _can_grow(pilots, total)),
         notes=notes + _curve_notes(pilots, total, minutes) + losers(lines) + engine_advice(lines),
         afterwards=afterwards,
     )
@@ -190,11 +184,22 @@ def _finished(config: RunConfig, directory: Path, total: int) -> list[int]:
         rows
         for rows in sizes
         if FEWEST_ROWS < rows <= total * LARGEST_SHARE
-        and all(
-            (stage_directory(directory / f"rows-{rows}", stage.name, number) / DONE).is_file()
-            for number, stage in enumerate(config.stages)
-        )
+        and len(_done_in(directory / f"rows-{rows}", config)) == len(config.stages)
     )
+
+
+def _done_in(run: Path, config: RunConfig) -> set[str]:
+    """The stages of a config that are done in the directory of a run."""
+    return {
+        stage.name
+        for number, stage in enumerate(config.stages)
+        if (stage_directory(run, stage.name, number) / DONE).is_file()
+    }
+
+
+def _can_grow(pilots: Sequence[Pilot], total: int) -> bool:
+    """Whether a larger small training can be had, with more time."""
+    return 2 * pilots[-1].rows <= total * LARGEST_SHARE
 
 
 def _curve_notes(pilots: Sequence[Pilot], total: int, minutes: float) -> list[str]:

@@ -42,7 +42,7 @@ class TimeLeft:
         """This part runs from now on, and the one before has ended."""
         now = self._clock()
         if self._running is not None:
-            self._measure(self._running, now - self._begun)
+            self._measure(self._running, now - self._begun, self._share)
         self._running = self._waiting.pop((kind, name), None)
         self._begun, self._share = now, 1.0
 
@@ -50,8 +50,7 @@ class TimeLeft:
         """An earlier start did this part, in these seconds; None: not known."""
         part = self._waiting.pop((kind, name), None)
         if part is not None and seconds is not None:
-            self._share = 1.0
-            self._measure(part, seconds)
+            self._measure(part, seconds, 1.0)
 
     def seconds(self, left: float | None = None, share: float = 1.0) -> float | None:
         """The seconds that are left of the run; None: not known yet.
@@ -65,17 +64,17 @@ class TimeLeft:
         if left is not None:
             left = max(0.0, min(left, part.max_seconds - gone))
             self._share = share
-            self._measure(part, gone + left)
+            self._measure(part, gone + left, share)
         elif (planned := self._estimate(part)) is not None:
             left = max(0.0, planned - gone)
         times = [left, *map(self._estimate, self._waiting.values())]
         known = [seconds for seconds in times if seconds is not None]
         return sum(known) if len(known) == len(times) else None
 
-    def _measure(self, part: RunPart, seconds: float) -> None:
+    def _measure(self, part: RunPart, seconds: float, share: float) -> None:
         if seconds > CUT * part.max_seconds:
             return  # how much of its work it does is not known
-        self._measured[part.kind, part.name] = seconds, self._share * part.flops
+        self._measured[part.kind, part.name] = seconds, share * part.flops
 
     def _estimate(self, part: RunPart) -> float | None:
         if not part.flops:

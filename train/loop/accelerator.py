@@ -14,6 +14,7 @@ from accelerate.utils import (
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from train.measure.machine import has_fast_products
 
@@ -114,5 +115,5 @@ def precision_in_words(device: torch.device, mixed_precision: str, target: torch
         trainings = f"float32 {'without' if exact else 'with'} TF32"
         if has_fast_products(device, torch.bfloat16):
             trainings += " (precision: bf16 takes less time here)"
-    passes = str(target).removeprefix("torch.")
+    passes = dtype_name(target)
     return f"products on {device.type}: trainings in {trainings}; the target's passes in {passes}"
