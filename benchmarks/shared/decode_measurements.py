@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.common import Unable
 from benchmarks.shared.decode_contestants import (
@@ -24,17 +25,22 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder, Decoding
+from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
+from train.measure.machine import Limit, multiply_speed, read_speed
 from train.measure.same_text import identical
-from train.measure.time_passes import finish
+from train.measure.time_passes import finish, pass_seconds
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
+# Passes beside the machine's limit.
+ROOF_CONTEXT, ROOF_TURNS = 100, 40
+ROOF_WIDTHS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 48, 64)
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
 
 
@@ -246,3 +252,23 @@ def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, d
             "outside_ms": 1000 * cost.outside,
         }
     return costs
+
+
+def pass_limits(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what passes of a model take beside what this machine allows: the speeds that were
+    measured, and by the number of tokens fed after a text of ROOF_CONTEXT tokens the ms of a pass,
+    those of its limit, the share of it that the pass reaches, and the cost in passes over one."""
+    device = model.device
+    limit = Limit.of(model, read_speed(device), multiply_speed(device, model.dtype))
+    seconds = pass_seconds(CachedLM(model), ROOF_CONTEXT, ROOF_WIDTHS, turns=ROOF_TURNS)
+    rows = [
+        {
+            "tokens": width,
+            "ms": 1000 * taken,
+            "limit_ms": 1000 * limit.seconds(width),
+            "of_limit": limit.seconds(width) / taken,
+            "cost": taken / seconds[1],
+        }
+        for width, taken in seconds.items()
+    ]
+    return {**asdict(limit), "context": ROOF_CONTEXT, "passes": rows}

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import few_rows, few_rows_layers, lean_forward, lean_layer, lean_parts
-from decode.model.forward.huge_pages import has_huge_pages
+from decode.model.forward.huge_pages import has_huge_pages, in_huge_pages
 from decode.model.forward.prepare_model import (
     has_products,
     reason_against_lean,
@@ -22,7 +23,8 @@ from train.measure.time_passes import seconds_by_turns, weight_bytes, weight_cou
 
 GIB = 2**30
 # Bytes that are read to measure the memory: far more than caches hold.
-READ = 2 * GIB
+READ = GIB
+MULTIPLIED = 2_000_000  # turns of products in registers: some milliseconds
 # A matrix product this long is not dominated by its start.
 LONG_PRODUCT = 0.02
 SMALLEST, LARGEST = 256, 8192  # rows of the square matrices
@@ -57,14 +59,32 @@ def has_fast_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def read_speed(device: torch.device) -> float:
-    """Bytes per second that a sum over a large tensor reads from memory."""
+    """Bytes per second that are read from memory at most: as our products read, or where these do
+    not run, by a sum over a large tensor."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available
     x = torch.ones(min(READ, free // 8) // 4, device=device)
-    (seconds,) = seconds_by_turns([x.sum], turns=TURNS, budget=BUDGET, device=device)
+    found = few_rows.library(torch.float32) if device.type == "cpu" else None
+    read = x.sum
+    if found is not None:
+        x = in_huge_pages(x)
+        read = partial(found.read_once, x.data_ptr(), x.nbytes)
+    (seconds,) = seconds_by_turns([read], turns=TURNS, budget=BUDGET, device=device)
     return x.nbytes / seconds
+
+
+def multiply_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second at most, of products whose numbers stay in registers;
+    where ours do not run, `product_speed`."""
+    found = few_rows.library(dtype) if device.type == "cpu" else None
+    if found is None:
+        return product_speed(device, dtype)
+    total = torch.zeros(1)
+    multiply = partial(found.multiply_only, MULTIPLIED, total.data_ptr())
+    (seconds,) = seconds_by_turns([multiply], turns=TURNS, budget=BUDGET)
+    return float(multiply() / seconds)
 
 
 def product_speed(device: torch.device, dtype: torch.dtype) -> float:
@@ -86,32 +106,34 @@ class Limit:
     """What a pass takes at least on this machine: it reads all weights once, and multiplies each
     token with them. A machine can do both at once. Attention is not counted.
 
-    nbytes: of the weights. weights: their number. read_speed: bytes per second. product_speed:
+    nbytes: of the weights. weights: their number. read_speed: bytes per second. multiply_speed:
     floating-point operations per second.
     """
 
     nbytes: int
     weights: int
     read_speed: float
-    product_speed: float
+    multiply_speed: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, read_speed: float, product_speed: float) -> "Limit":
+    def of(cls, model: PreTrainedModel, read_speed: float, multiply_speed: float) -> "Limit":
         """The limit of a model in its dtype, as it is packed here."""
-        return cls(weight_bytes(model), weight_count(model), read_speed, product_speed)
+        return cls(weight_bytes(model), weight_count(model), read_speed, multiply_speed)
 
     def seconds(self, tokens: int) -> float:
         """Of a pass over so many tokens, of all rows together."""
         reading = self.nbytes / self.read_speed
-        return max(reading, 2 * self.weights * tokens / self.product_speed)
+        return max(reading, 2 * self.weights * tokens / self.multiply_speed)
 
 
 def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:
-    """By dtype: whether the device has matrix products in it, and their speed in FLOP/s."""
+    """By dtype: whether the device has matrix products in it, and the speed of PyTorch's and of
+    products in registers in FLOP/s."""
     return {
         name: {
             "fast": has_fast_products(device, dtype),
             "flops_per_second": product_speed(device, dtype),
+            "most_flops_per_second": multiply_speed(device, dtype),
         }
         for name, dtype in DTYPES.items()
     }

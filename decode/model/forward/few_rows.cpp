@@ -497,4 +497,37 @@ void unpack_twelve_bits(const char* blocks, int64_t count, int64_t stride, Numbe
 }
 #endif
 
+// What the machine can do at most, for what a pass takes at least. Reads so many bytes once, as products do;
+// returns their sum, so that no compiler leaves it out.
+float read_once(const char* data, int64_t bytes) {
+  Floats sum = {};
+#pragma omp parallel
+  {
+    Share share(bytes / 64);
+    Floats own = {};
+    for (int64_t line = share.begin; line < share.end; line++) {
+      const char* p = data + 64 * line;
+      _mm_prefetch(p + FAR, _MM_HINT_NTA);
+      own += read((const float*)p);
+      if (sizeof own < 64) own += read((const float*)p + 8);
+    }
+#pragma omp critical
+    sum += own;
+  }
+  return sum_of(sum);
+}
+
+// Multiplies `turns` times in all threads, with numbers that stay in registers, and adds what came out to `sum`.
+// Returns how many operations that were: a product that is added is two.
+int64_t multiply_only(int64_t turns, float* sum) {
+  int64_t operations = 0;
+#pragma omp parallel
+  {
+    const float found = multiplied(turns, 0.5f);
+#pragma omp critical
+    *sum += found, operations += turns * OPERATIONS;
+  }
+  return operations;
+}
+
 }  // extern "C"

@@ -145,6 +145,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         found.unpack_twelve_bits.argtypes = [pointer] + [size] * 2 + [pointer]
     for name in FUNCTIONS:
         getattr(found, name).restype = None
+    found.read_once.argtypes, found.read_once.restype = [pointer, size], ctypes.c_float
+    found.multiply_only.argtypes, found.multiply_only.restype = [size, pointer], size
     return found
 
 

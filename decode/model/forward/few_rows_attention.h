@@ -47,6 +47,16 @@ struct Query {
   float top, total;
 };
 
+// `scores` of WIDTH slots, hidden where a query does not see the slot, and from `count` on. mask: null if it sees all.
+inline Floats shown(Floats scores, const bool* mask, int64_t count) {
+  if (!mask && count >= WIDTH) return scores;
+  Bytes seen = {};
+  if (count >= WIDTH) std::memcpy(&seen, mask, WIDTH);  // a size that is known is one instruction
+  else if (count > 0 && mask) std::memcpy(&seen, mask, count);
+  else if (count > 0) std::memset(&seen, 1, count);
+  return __builtin_convertvector(seen, Whole) != 0 ? scores : all(HIDDEN);
+}
+
 // Scores of the slots from `begin` to `end`, and hidden ones up to a multiple of WIDTH. first: whether no
 // other queries did it before. Then values are asked for, and come while keys are multiplied.
 template <int Q>
@@ -64,12 +74,8 @@ void score(Query* queries, const Cache& cache, int64_t begin, int64_t end, float
     Floats found[Q];
     dots<Q>(numbers, keys, cache.size, found);
     for (int j = 0; j < Q; j++) {
-      Bytes seen = {};
-      const int64_t count = std::min<int64_t>(std::min(queries[j].slots, end) - s, WIDTH);
-      if (count > 0 && queries[j].mask) std::memcpy(&seen, queries[j].mask + s, count);
-      else if (count > 0) std::memset(&seen, 1, count);
-      const Whole shown = __builtin_convertvector(seen, Whole);
-      const Floats scores = shown != 0 ? found[j] * scale : all(HIDDEN);
+      const bool* mask = queries[j].mask ? queries[j].mask + s : nullptr;
+      const Floats scores = shown(found[j] * scale, mask, std::min(queries[j].slots, end) - s);
       std::memcpy(queries[j].scores + (s - begin), &scores, sizeof scores);
     }
   }
@@ -92,8 +98,8 @@ inline void weigh(Query& query, int64_t count) {
   query.total = sum_of(total);
 }
 
-// As `add_tile`, of V vectors of the sums from a column on.
-template <int Q, int V>
+// As `add_tile`, of V vectors of the sums from a column on. EVERY: whether each slot has a weight of each query.
+template <int Q, int V, bool EVERY>
 void add_values(Query* queries, const Cache& cache, int64_t begin, int64_t first, int64_t end,
                 int64_t column) {
   Floats sums[Q][V];
@@ -101,19 +107,18 @@ void add_values(Query* queries, const Cache& cache, int64_t begin, int64_t first
     for (int v = 0; v < V; v++) sums[j][v] = read(queries[j].sums + column + v * WIDTH);
   for (int64_t s = first; s < end; s++) {
     const Number* value = cache.value(s) + column;
-    bool some = false, every = true;
-    for (int j = 0; j < Q; j++) {
-      const bool weighs = queries[j].scores[s - begin] != 0.0f;
-      some |= weighs, every &= weighs;
+    if constexpr (!EVERY) {
+      bool some = false;
+      for (int j = 0; j < Q; j++) some |= queries[j].scores[s - begin] != 0.0f;
+      if (!some) continue;
     }
-    if (!some) continue;
     Floats numbers[V];
     for (int v = 0; v < V; v++) numbers[v] = load(value + v * WIDTH);
 #pragma GCC unroll 3
     for (int j = 0; j < Q; j++) {
       const float weight = queries[j].scores[s - begin];
       // What a slot without weight holds does not matter, not even if it is not finite.
-      if (!every && weight == 0.0f) continue;
+      if (!EVERY && weight == 0.0f) continue;
 #pragma GCC unroll 4
       for (int v = 0; v < V; v++) sums[j][v] = numbers[v] * weight + sums[j][v];
     }
@@ -123,13 +128,22 @@ void add_values(Query* queries, const Cache& cache, int64_t begin, int64_t first
 }
 
 // Adds the weighted values of the slots of a tile, from `first` to `end`. begin: of the chunk.
-template <int Q>
-void add_tile(Query* queries, const Cache& cache, int64_t begin, int64_t first, int64_t end) {
+template <int Q, bool EVERY>
+void add_columns(Query* queries, const Cache& cache, int64_t begin, int64_t first, int64_t end) {
   int64_t column = 0;
   for (; column + 4 * WIDTH <= cache.size; column += 4 * WIDTH)
-    add_values<Q, 4>(queries, cache, begin, first, end, column);
+    add_values<Q, 4, EVERY>(queries, cache, begin, first, end, column);
   for (; column < cache.size; column += OUT)
-    add_values<Q, 2>(queries, cache, begin, first, end, column);
+    add_values<Q, 2, EVERY>(queries, cache, begin, first, end, column);
+}
+
+template <int Q>
+void add_tile(Query* queries, const Cache& cache, int64_t begin, int64_t first, int64_t end) {
+  int none = 0;
+  for (int j = 0; j < Q; j++)
+    for (int64_t s = first; s < end; s++) none += queries[j].scores[s - begin] == 0.0f;
+  if (none) add_columns<Q, false>(queries, cache, begin, first, end);
+  else add_columns<Q, true>(queries, cache, begin, first, end);
 }
 
 template <typename Use>

@@ -175,3 +175,17 @@ inline void sums(const char* const* weights, int form, const Number* x, int64_t 
   if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y, kept);
   else sums_in<N, M, WHOLE>(weights, x, in, y, kept);
 }
+
+// The operations of a turn of `multiplied`, whose numbers stay in registers.
+constexpr int64_t OPERATIONS = 2 * 2 * MOST * 32;
+
+inline float multiplied(int64_t turns, float start) {
+  const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_set1_ps(start), _mm512_set1_ps(start));
+  __m512 sums[2 * MOST];
+  for (int j = 0; j < 2 * MOST; j++) sums[j] = _mm512_set1_ps(start * j);
+  for (int64_t turn = 0; turn < turns; turn++)
+#pragma GCC unroll 24
+    for (int j = 0; j < 2 * MOST; j++) sums[j] = _mm512_dpbf16_ps(sums[j], x, x);
+  for (int j = 1; j < 2 * MOST; j++) sums[0] += sums[j];
+  return sum_of((Floats)sums[0]);
+}

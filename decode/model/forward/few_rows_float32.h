@@ -8,7 +8,7 @@
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
 #ifdef __AVX512F__
-constexpr int MOST = 8;  // rows of one turn: more would gain nothing and take long to compile
+constexpr int MOST = 12;  // rows of one turn: a tree of 8 nodes and its root, and some more
 #else
 constexpr int MOST = 6;  // rows whose sums fit into registers
 #endif
@@ -171,4 +171,23 @@ inline void sums(const char* const* weights, int form, const Number* x, int64_t 
     EVERY_OWN_FORM(SUMS)
 #undef SUMS
   }
+}
+
+// The operations of a turn of `multiplied`, whose numbers stay in registers.
+constexpr int64_t OPERATIONS = 2 * MOST * 16;
+
+inline float multiplied(int64_t turns, float start) {
+  float numbers[16];
+  Sixteen sums[MOST];
+  // They differ, or a compiler would make one of them.
+#pragma GCC unroll 12
+  for (int j = 0; j < MOST; j++) std::fill(numbers, numbers + 16, start * j), sums[j] = of_floats(numbers);
+  const Sixteen x = sums[1];
+  for (int64_t turn = 0; turn < turns; turn++)
+#pragma GCC unroll 12
+    for (int j = 0; j < MOST; j++) sums[j] = times_and(x, x, sums[j]);
+  float found = 0;
+#pragma GCC unroll 12
+  for (int j = 0; j < MOST; j++) store_sixteen(numbers, sums[j]), found += numbers[0];
+  return found;
 }
