@@ -65,7 +65,7 @@ inline void store_sixteen(float* y, Sixteen x) { _mm256_storeu_ps(y, x.low), _mm
 
 // Blocks at once. Making numbers of codes keeps the units busy too.
 constexpr int together(int64_t rows, int form) {
-  if (form >= FIRST_OWN) return rows == 1 ? 2 : 1;
+  if (form >= FIRST_OWN) return rows <= 2 ? 2 : 1;
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
