@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from decode.base.device import to_device
 from decode.base.errors import UserError
 from distill.flops import TextFlops
 from train.base.console import Reporter
@@ -339,9 +340,10 @@ class Trainer:
             sums += parts
             total += loss.detach()
         time_share = progress.seconds / (60 * (self.loop.max_minutes or math.inf))
-        flags = total.new_tensor([float(request.received), time_share / world])
+        flags = torch.tensor([request.received, time_share / world], dtype=torch.float64)
         # One exchange, so that all ranks end after the same step.
-        reduced = accelerator.reduce(torch.cat([total[None], sums, flags])).tolist()
+        figures_of_rank = torch.cat([total[None], sums, to_device(flags, accelerator.device)])
+        reduced = accelerator.reduce(figures_of_rank).tolist()
         *values, stopping, progress.time_share = reduced
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means
