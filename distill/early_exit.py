@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.model.hidden_states import Recorder, layer_list_name
 from distill.chunked_loss import LossSum, TokenLoss
@@ -110,7 +111,8 @@ class EarlyExitTraining(nn.Module):
             final = self.backbone.base_model(
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False
             ).last_hidden_state
-        predicted = loss_mask[:, 1:]
+        # A GPU is waited for here only: a mask as an index would be a wait for each use.
+        predicted = loss_mask[:, 1:].nonzero(as_tuple=True)
         labels = input_ids[:, 1:][predicted]
         output: Any = self.backbone.get_output_embeddings()
         count = len(self.weighted_loss.names) + 1
@@ -124,7 +126,7 @@ class EarlyExitTraining(nn.Module):
             losses.append(TokenLoss(read, output.weight, output.bias, labels, scale=weight))
         for layer, terms in zip(exits, loss.add(teacher, *losses), strict=True):
             begin = 0 if layer == last else count
-            sums[begin : begin + count] += torch.cat([terms.new_tensor([len(labels)]), terms])
+            sums[begin : begin + count] += torch.cat([terms.new_full((1,), len(labels)), terms])
         return loss.total, sums
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
@@ -154,5 +156,5 @@ def _pass_by(rows: Tensor, _: nn.Module, inputs: Any, named: Any, output: Any) -
     """A layer's output, with the input in its place for these rows, bool [B]."""
     before = inputs[0] if inputs else named["hidden_states"]
     after = output if isinstance(output, Tensor) else output[0]
-    kept = torch.where(rows.to(after.device)[:, None, None], before, after)
+    kept = torch.where(to_device(rows, after.device)[:, None, None], before, after)
     return kept if isinstance(output, Tensor) else (kept, *output[1:])

@@ -1,9 +1,10 @@
-"""The floating point operations (FLOPs) that a training step needs, from shapes.
+"""The floating point operations (FLOPs) that a pass or a training step needs, from shapes.
 
-The rule is that of PaLM (2204.02311, appendix B): 2 FLOPs per weight and token forward and 4
-backward, and in each layer's attention 4 times the width of its heads for each pair of tokens,
-as if every token saw the complete row. What is computed twice to save memory counts once, and
-padding does not count.
+The rule is that of PaLM (2204.02311, appendix B): for each weight and token 2 FLOPs forward, and
+backward 4 for a trained weight and 2 for a frozen one under which something is trained. An output
+layer counts for the tokens whose logits are computed. In each layer's attention it is 4 times the
+width of its heads for each pair of tokens, as if every token saw the complete row, and 12 times in
+training. What is computed twice to save memory counts once, and padding does not count.
 """
 
 from dataclasses import astuple, dataclass

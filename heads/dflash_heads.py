@@ -236,7 +236,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
             on_host, is_drawn = draw_anchors(candidates, length, torch.ones(candidates.shape))
         else:
             on_host, is_drawn = self.anchors(batch.loss_mask)
-        anchors = on_host.to(device)
+        anchors = to_device(on_host, device)
         context = self.inputs_of(batch).to(self.dtype)
         mask = BlockMask(on_host, self.options.block, length, device, self.dtype, self.window)
         positions = torch.arange(length, device=device)[None]
@@ -244,7 +244,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         first = batch.input_ids.gather(1, anchors)
         blocks = self.block_states(first, anchors, attends)
         read = self.read_places(blocks, anchors, batch.input_ids)
-        trained = is_drawn.to(device)
+        trained = to_device(is_drawn, device)
         rows = torch.arange(len(anchors), device=device)[:, None].expand_as(anchors)
         for depth in depths if batch.replayed else range(1, max(depths) + 1):
             trained = trained & shift_left(batch.loss_mask, depth).gather(1, anchors)

@@ -68,7 +68,8 @@ class JointTraining(nn.Module):
                 input_ids=input_ids, attention_mask=attention_mask, use_cache=False
             ).last_hidden_state
         layer = output_layer(self.backbone)
-        predicted = loss_mask[:, 1:]
+        # A GPU is waited for here only: a mask as an index would be a wait for each use.
+        predicted = loss_mask[:, 1:].nonzero(as_tuple=True)
         labels = input_ids[:, 1:][predicted]
         backbone_loss, term_sums = chunked_loss(
             hidden[:, :-1][predicted],
@@ -82,7 +83,7 @@ class JointTraining(nn.Module):
         # Use the layer here, not outside: engines that shard weights gather them only in a forward.
         with self.heads.following(layer):
             heads_loss, sums = self.heads(input_ids, loss_mask, features, losses)
-        count = term_sums.new_tensor([len(labels)])
+        count = term_sums.new_full((1,), len(labels))
         return backbone_loss + weight * heads_loss, torch.cat([sums, count, term_sums])
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:

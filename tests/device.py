@@ -263,6 +263,8 @@ class _Functions(TorchFunctionMode):
         if func in (torch.as_tensor, torch.tensor) and kwargs.get("device") is not None:
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
+        if func is torch.Tensor.new_tensor and isinstance(args[0], DeviceTensor):
+            return torch.tensor(args[1], dtype=args[0].dtype).to(DEVICE)
         if func is torch.Tensor.pin_memory:
             pinned = args[0].clone()
             pinned.pinned = True

@@ -23,10 +23,12 @@ from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
 from distill.distillation_loss import Distillation
+from distill.early_exit import EarlyExitTraining
 from distill.losses import WeightedLoss
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from heads.head_training import HeadTraining
+from heads.joint_training import JointTraining
 from heads.kinds import HEADS
 from heads.options import HeadOptions
 from tests.contract import HEAD_OPTIONS, RoutedByFirst
@@ -408,6 +410,41 @@ def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> No
     assert len(moved) == 2, moved  # ids and mask, which a trainer copies from pinned memory
     selected = ["nonzero"] * depths + ["copy"] * (depths > 1)
     assert [w.operation for w in waits if w not in moved] == selected
+
+
+@pytest.mark.parametrize("with_heads", [True, False])
+def test_a_step_that_trains_the_target_waits_as_a_distillation_does(with_heads: bool) -> None:
+    """Heads wait once more, for what they predict. Which rows leave out a layer is sent without a
+    wait."""
+    ids, answered = torch.arange(24).view(2, 12), torch.arange(12).expand(2, 12) > 3
+    texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": answered}
+    losses = WeightedLoss({"cross_entropy": 1.0})
+
+    def steps(move: Callable[[Any], Any]) -> Iterator[Tensor]:
+        target = move(tiny_model("llama", layers=LAYERS))
+        batch = {name: x.to(next(target.parameters()).device) for name, x in texts.items()}
+        exits = {"exits": {0: 0.5, 2: 0.5}, "left_out": torch.eye(LAYERS, 2) > 0}
+        if with_heads:
+            drafter: Any = headed("eagle1")(target, move)
+            training = HeadTraining(drafter.heads.train(), losses, target)
+            module: Any = JointTraining(target, training, losses)
+            weighed = {"losses": {1: 1.0}, "weight": 0.5}
+        else:
+            module = EarlyExitTraining(target, losses)
+        while True:
+            torch.manual_seed(1)  # EAGLE-1 adds noise
+            yield module(**batch, **(weighed if with_heads else exits))[0]
+
+    expected = next(steps(lambda module: module))
+    with simulated_device() as device:
+        on_device = steps(device.move)
+        next(on_device)
+        before = len(device.waits)
+        loss: Any = next(on_device)
+        waits = device.waits[before:]
+    assert loss.held == pytest.approx(expected.item())
+    selected = ["_local_scalar_dense", "nonzero"] + ["nonzero"] * with_heads
+    assert [wait.operation for wait in waits] == selected
 
 
 def test_a_distillation_step_waits_twice_for_each_model() -> None:

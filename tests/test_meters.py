@@ -17,13 +17,17 @@ from distill.flops import TextFlops, layers_flops
 from draftsmith.cli.main import app
 from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
-from tests.training import Lines, tiny_trainer
+from tests.training import Killed, Lines, at_batch, die, tiny_trainer
+from train.base.stage import StageWork
+from train.data.corpus import read_answers
 from train.loop.estimates import idle_in_words
 from train.loop.meters.peak_flops import peak_of
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.meters.profiler import WARM_UP
 from train.loop.meters.throughput import Throughput, flops_of, in_words
 from train.loop.trainer import Trainer
+from train.measure.ranks import Ranks
+from train.run.run import Run
 from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -123,6 +127,32 @@ def test_the_figures_of_a_training_are_logged(tmp_path, monkeypatch):
         assert "mfu" not in row  # of a CPU no peak is known
 
 
+def test_what_a_training_computed_is_that_of_all_its_starts(tmp_path):
+    rule = TextFlops(per_token=1e9, per_prediction=1e6)
+    whole = tiny_trainer(tmp_path / "whole", 5, flops=rule).fit()
+    with pytest.raises(Killed):
+        tiny_trainer(tmp_path / "killed", 5, flops=rule, hook=at_batch(7, die)).fit()
+    checkpoint = tmp_path / "killed/checkpoints/step-2/trainer.json"
+    first = json.loads(checkpoint.read_text("utf-8"))["progress"]
+    trainer = tiny_trainer(tmp_path / "killed", 5, flops=rule)
+    trainer.fit()
+    assert 0 < first["flops"] < trainer.work.flops == pytest.approx(whole.flops)
+    assert 0 < first["step_seconds"] < trainer.work.seconds < trainer.progress.seconds
+
+
+def test_the_share_of_the_matrix_speed_is_over_the_seconds_of_all_ranks(monkeypatch):
+    """The second rank had half the work of the first one, in half the time, at half the speed."""
+    run: Any = SimpleNamespace(accelerator=None, reporter=Lines(), _product_speed=lambda _: 4e12)
+    others = [(6e12, 3.0, 6e12 / 2e12)]
+    ranks = SimpleNamespace(world=2, gather=lambda mine: [mine, *others])
+    monkeypatch.setattr(Ranks, "of", lambda accelerator: ranks)
+    figures = Run._speed_reached(run, StageWork(torch.float32, 12e12, 6.0))
+    assert figures == {"model_tflops_per_second": 4.0, "matrix_speed_share": 6 / 9}
+    assert run.reporter.lines == ["  4 model TFLOP/s, 67% of the matrix speed measured here"]
+    others[0] = (0.0, 0.0, 0.0)
+    assert Run._speed_reached(run, None) == {}
+
+
 def test_devices_are_known_by_the_words_of_their_names():
     assert peak_of("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_of("NVIDIA H100 PCIe") == 756e12
@@ -188,6 +218,38 @@ def test_the_rule_of_a_stage_is_near_what_its_step_needs(tmp_path, monkeypatch, 
     stage = make_stage(kind, "one", **(settings | loop))
     counted, rule = counted_step(monkeypatch, tmp_path, stage)
     assert rule == pytest.approx(counted, rel=0.1)
+
+
+@pytest.mark.parametrize("kind", ["feature_cache", "teacher_cache"])
+def test_the_work_of_a_cache_is_what_its_passes_need(tmp_path, kind):
+    """One row a batch, so there is no padding."""
+    options = {"k": 8} if kind == "teacher_cache" else {}
+    stage = make_stage(kind, "one", tokens_per_batch=1, **options)
+    context = stage_context(tmp_path, tiny_target(layers=7))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        work = run_stage(context, stage).work
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert work.seconds > 0
+    assert run_stage(context, stage).work.flops == 0  # its parts are there
+
+
+def test_the_work_of_answers_reads_equal_prompts_once(context):
+    target = context.target
+    settings = {"samples": 2, "sampling": {"temperature": 1.5}, "max_new_tokens": 6}
+    work = run_stage(context, make_stage("generate", "answers", **settings)).work
+    counter = FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():
+        texts = [sample.tokens for sample in context.corpus.samples("answers")]
+        for text in texts:
+            target.model.base_model(torch.tensor([text]))
+    layers = counter.get_total_flops()
+    with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():
+        for prompt in context.corpus.prompts(context.corpus.examples["train"]):
+            target.model.base_model(torch.tensor([prompt]))
+    answered = sum(len(x["tokens"]) for x in read_answers(context.earlier["answers"]))
+    logits = 2 * answered * target.model.get_output_embeddings().weight.numel()
+    assert len(texts) == 20
+    assert work.flops == pytest.approx(layers - counter.get_total_flops() + logits, rel=0.02)
 
 
 # --- memory ---------------------------------------------------------------------------------------

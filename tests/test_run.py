@@ -216,6 +216,16 @@ def test_a_run_leaves_everything_behind(finished, tmp_path):
     provenance = json.loads((run / "provenance.json").read_text("utf-8"))
     assert {"argv", "versions", "git_commit", "machine"} <= provenance[0].keys()
 
+    summaries = {stage["name"]: stage["summary"] for stage in report["stages"]}
+    shares = {name: summary["matrix_speed_share"] for name, summary in summaries.items()}
+    assert shares.keys() == {"answers", "words", "distill"}
+    assert 0 < min(shares.values()) < max(shares.values()) < 1
+    # The speed is measured once.
+    speeds = [x["model_tflops_per_second"] / x["matrix_speed_share"] for x in summaries.values()]
+    assert speeds == pytest.approx(speeds[:1] * 3)
+    (line,) = (line for line in footnotes(report) if "matrix speed" in line)
+    assert line.count("%") == 3
+
     state = RunState(run).read()
     assert state["finished"]
     assert {stage["state"] for stage in state["stages"]} == {"done"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from decode.base.device import to_device
 from decode.model.hidden_states import Recorder
 from distill.teacher.decoder_states import decoder_states, padded_sources
 
@@ -70,7 +71,7 @@ class LiveFeatures:
 def join_rows(rows: Sequence[Mapping[int, Tensor]], device: torch.device) -> dict[int, Tensor]:
     """Return [B, T, H] by layer, from [T, H] by layer for each row. Padded with 0 on the right."""
     return {
-        layer: pad_sequence([row[layer] for row in rows], batch_first=True).to(device)
+        layer: to_device(pad_sequence([row[layer] for row in rows], batch_first=True), device)
         for layer in rows[0]
     }
 

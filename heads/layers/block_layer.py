@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
+from decode.base.device import to_device
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend, AttentionMask
 from decode.model.forward.rotations import Rotation
@@ -111,8 +112,8 @@ class BlockMask:
             seen = torch.arange(min(int(part.max()), length))
             if window is not None:
                 seen = seen[window.sees(part.min(), seen)]
-            seen = seen.to(device)
-            visible = part_mask(part.to(device), size, seen, window)
+            seen = to_device(seen, device)
+            visible = part_mask(to_device(part, device), size, seen, window)
             self._parts.append((part.shape[1], seen, AttentionMask(visible[:, None], dtype)))
 
     def attention(self, keys: Tensor, values: Tensor) -> Attend:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from accelerate import Accelerator
 
 from decode.base.registry import Registry
@@ -103,13 +104,29 @@ class StageInputs:
 
 
 @dataclass
+class StageWork:
+    """What this process computed for a stage: a training in all starts of its run, other stages in
+    this one.
+
+    dtype: of the products. flops: theirs, by the rule of `distill.flops`; 0 if they are not known.
+    seconds: of the steps of a training, or of the parts that another stage wrote.
+    """
+
+    dtype: torch.dtype
+    flops: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass
 class StageResult:
     """The results of a stage. drafter: the directory of the trained drafter; the run evaluates it
-    next. target: the directory of the drafter's new target, if the target was trained too."""
+    next. target: the directory of the drafter's new target, if the target was trained too. work:
+    None if its FLOPs are not known."""
 
     drafter: Path | None = None
     summary: dict[str, Any] = field(default_factory=dict)
     target: Path | None = None
+    work: StageWork | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from decode.base.device import to_device
 from decode.base.errors import UserError
 from distill.flops import TextFlops
 from train.base.console import Reporter
+from train.base.stage import StageWork
 from train.data.batches import Batches, RankText, collate, inputs, padding_share
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes
@@ -93,8 +95,6 @@ class _Round:
 
     def flops(self, rule: TextFlops | None, numbers: Iterable[int]) -> float:
         """The FLOPs of these batches by `rule`; 0 without one."""
-        if rule is None:
-            return 0.0
         rows = [i for number in numbers for i in self.batches.batch(number)]
         return flops_of(rule, self.lengths[rows].tolist(), int(self.predicted[rows].sum()))
 
@@ -210,6 +210,8 @@ class Trainer:
                 seconds = time.perf_counter() - begin - progress.seconds
                 progress.seconds += seconds
                 flops = current.flops(self.task.flops, range(first, progress.batch))
+                progress.step_seconds += seconds
+                progress.flops += flops
                 self.throughput.add(seconds, progress.tokens - tokens, flops)
                 if self.profiler is not None:
                     self.profiler.end_step(number)
@@ -231,6 +233,13 @@ class Trainer:
                     raise Stopped(f"stopped after step {number} of {self.total_steps}")
         self._text(progress.round)  # for `padding_share`, even if no step was left
         return progress
+
+    @property
+    def work(self) -> StageWork:
+        """This process's part of what all steps computed."""
+        progress, accelerator = self.progress, self.accelerator
+        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+        return StageWork(dtype, progress.flops / accelerator.num_processes, progress.step_seconds)
 
     def done_share(self, step: int) -> float:
         """The share of the training that is done at a step: of its steps, or of its time."""
@@ -331,9 +340,10 @@ class Trainer:
             sums += parts
             total += loss.detach()
         time_share = progress.seconds / (60 * (self.loop.max_minutes or math.inf))
-        flags = total.new_tensor([float(request.received), time_share / world])
+        flags = torch.tensor([request.received, time_share / world], dtype=torch.float64)
         # One exchange, so that all ranks end after the same step.
-        reduced = accelerator.reduce(torch.cat([total[None], sums, flags])).tolist()
+        figures_of_rank = torch.cat([total[None], sums, to_device(flags, accelerator.device)])
+        reduced = accelerator.reduce(figures_of_rank).tolist()
         *values, stopping, progress.time_share = reduced
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means

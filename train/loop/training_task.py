@@ -51,7 +51,8 @@ class TrainingProgress:
 
     history: figures of logged steps. dev: figures of `TrainingTask.measure`. best: {step, figure,
     value} of the best version so far. seconds: total wall time. time_share: the share of
-    `max_minutes` that is over, the same on all ranks. clock: the measured seconds by activity.
+    `max_minutes` that is over, the same on all ranks. step_seconds, flops: of the steps alone, and
+    of all ranks. clock: the measured seconds by activity.
     skipped: the steps that were not taken, as their loss or gradient was not finite. last_skipped:
     {step, figures, samples} of the last of them: the names of these figures, and the samples' ids.
     """
@@ -61,6 +62,8 @@ class TrainingProgress:
     batch: int = 0  # the next batch of the round
     seconds: float = 0.0
     time_share: float = 0.0
+    step_seconds: float = 0.0
+    flops: float = 0.0
     tokens: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
     dev: list[dict[str, float]] = field(default_factory=list)

@@ -228,6 +228,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
             if (changed := stage.get("changed_since"))
         ),
     ]
+    lines += _speeds_reached(report)
     lines += _forecasts(report)
     for label, row in zip(row_labels(report), rows, strict=True):
         name, evaluation = without_gamma(label), row["evaluation"]
@@ -343,6 +344,14 @@ def _forecasts(report: dict[str, Any]) -> Iterator[str]:
                     f"{said['high']:.2f}] {what}, and {came_out:.2f} came out, "
                     f"{'inside' if inside else 'outside'} of the 90% interval{late}"
                 )
+
+
+def _speeds_reached(report: dict[str, Any]) -> Iterator[str]:
+    """The share of the measured matrix speed of each stage that has one."""
+    summaries = {stage["name"]: stage["summary"] for stage in report.get("stages") or ()}
+    shares = {name: of.get("matrix_speed_share") for name, of in summaries.items()}
+    if said := [f"{name} {format_share(share)}" for name, share in shares.items() if share]:
+        yield f"share of the machine's measured matrix speed that stages reached: {', '.join(said)}"
 
 
 def _setting(

@@ -15,14 +15,15 @@ runs/NAME/config.json          the resolved config
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -38,7 +39,7 @@ from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
 from train.base.run_files import TEXT, TEXTS, stage_directory
 from train.base.shared_disk import require_shared
-from train.base.stage import StageInputs, StagePlan, StageResult
+from train.base.stage import StageInputs, StagePlan, StageResult, StageWork
 from train.base.time_left import TimeLeft
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
@@ -49,7 +50,9 @@ from train.loop.accelerator import precision_in_words
 from train.loop.compiling import compiling
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
+from train.measure.machine import product_speed
 from train.measure.ranks import Ranks
+from train.report.format_figures import format_share
 from train.report.report_files import NOTES_FILE, make_report
 from train.run.config import RunConfig, differences, dump_config
 from train.run.config_checks import validate_config
@@ -472,6 +475,7 @@ class Run:
         outcome.summary["seconds"] = time.perf_counter() - begin
         # The peak of the process would be that of whatever ran before.
         outcome.summary["peak_memory_bytes"] = peak_memory() if own_peak else None
+        outcome.summary |= self._speed_reached(outcome.work)
         if self.accelerator.is_main_process:
             record = {
                 "drafter": outcome.drafter is not None,
@@ -483,6 +487,27 @@ class Run:
             self._drop_checkpoints(directory)
         self.accelerator.wait_for_everyone()
         return outcome
+
+    @cached_property
+    def _product_speed(self) -> Callable[[torch.dtype], float]:
+        """The measured matrix speed in a dtype: each is measured once."""
+        return cache(partial(product_speed, self._rank_device))
+
+    def _speed_reached(self, work: StageWork | None) -> dict[str, float]:
+        """The FLOP/s of a stage, of all ranks, and their share of the matrix speed that these ranks
+        measure together. {} if its FLOPs are not known. Also says them."""
+        ranks = Ranks.of(self.accelerator)
+        mine = (0.0, 0.0, 0.0)
+        if work is not None and work.flops:
+            mine = work.flops, work.seconds, work.flops / self._product_speed(work.dtype)
+        flops, seconds, at_full_speed = map(sum, zip(*ranks.gather(mine), strict=True))
+        if not flops:
+            return {}
+        speed, share = ranks.world * flops / seconds / 1e12, at_full_speed / seconds
+        self.reporter.say(
+            f"  {speed:.3g} model TFLOP/s, {format_share(share)} of the matrix speed measured here"
+        )
+        return {"model_tflops_per_second": speed, "matrix_speed_share": share}
 
     def _drop_texts(self) -> None:
         """Delete the texts of other data or answers, unless this start asked for none at all."""

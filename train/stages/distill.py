@@ -168,7 +168,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         summary = self.summary(trainer, counts, parameters)
         summary |= {"draft_vocabulary": None if ids is None else len(ids), **coverage}
         self.accelerator.free_memory()
-        return StageResult(self.directory / "drafter", summary)
+        return StageResult(self.directory / "drafter", summary, work=trainer.work)
 
     def _prepare(
         self, samples: Sequence[Sample], cache: Cache | None

@@ -84,8 +84,8 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             write_features(self.directory, number, hashes, self._states(source, part), made_with)
             return sum(len(sample.tokens) for sample in part)
 
-        scored, speed = self.write_parts(
-            samples, lengths, token_bytes, write, kept=self._kept(made_with)
+        scored, speed, work = self.write_parts(
+            samples, lengths, token_bytes, write, logits=0, kept=self._kept(made_with)
         )
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
@@ -97,7 +97,8 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
                 "captured_layers": config.captured_layers,
                 "bytes_per_token": token_bytes,
                 "tokens_per_second": speed,
-            }
+            },
+            work=work,
         )
 
     def _kept(self, made_with: Mapping[str, Any]) -> list[Path]:

@@ -31,7 +31,7 @@ from distill.teacher.cache_parts import check_parts, note_checked, parts_of, tex
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.console import Bar
-from train.base.stage import STAGES, Stage, StageMemory, StagePlan, StageResult
+from train.base.stage import STAGES, Stage, StageMemory, StagePlan, StageResult, StageWork
 from train.data.corpus import PART, SELF_PROMPTS, read_answers, unusable_answers, write_answers
 from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
@@ -42,6 +42,8 @@ from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server, require_states
 from train.engines.states.served_states import EngineLayers
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
+from train.loop.meters.stage_flops import pass_flops
+from train.loop.meters.throughput import flops_of
 from train.measure.ranks import Ranks
 from train.settings.cache_configs import FeatureCacheConfig
 from train.settings.generate_config import GenerateConfig
@@ -144,7 +146,7 @@ class GenerateStage(Stage[GenerateConfig]):
             )
 
     def run(self) -> StageResult:
-        begin = time.perf_counter()
+        begin, self._work = time.perf_counter(), StageWork(self.target.dtype)
         self._write_prompts()
         generated = self._generate(self._jobs())
         answers = tokens = cut = 0
@@ -174,7 +176,7 @@ class GenerateStage(Stage[GenerateConfig]):
             why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
             summary |= {"left_out": why or "0", "retokenized": retokenized}
             self.reporter.say(f"  left out: {why or 'none'}; {retokenized} retokenised")
-        return StageResult(summary=summary)
+        return StageResult(summary=summary, work=self._work)
 
     def _jobs(self) -> Jobs:
         config = self.config
@@ -247,8 +249,9 @@ class GenerateStage(Stage[GenerateConfig]):
                 generated = self._ask_server(jobs, missing, bar)
             else:
                 examples = [example for part in missing for example, _ in part.jobs]
-                grammars = row_grammars(examples, self.target)
+                grammars, begin = row_grammars(examples, self.target), time.perf_counter()
                 generated = sum(self._write_part(part, grammars, bar) for part in missing)
+                self._work.seconds = time.perf_counter() - begin
             bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
         if ranks.is_main and parts_of(states):
@@ -436,6 +439,11 @@ class GenerateStage(Stage[GenerateConfig]):
             batch_size=config.batch_size,
             settings=settings,
         )
+        lengths = [len(x) + len(y) for x, y in zip(prompts, decoded.outputs, strict=True)]
+        # Equal prompts come one after the other, and are read once.
+        again = [len(prompt) for last, prompt in itertools.pairwise(prompts) if prompt == last]
+        rule, tokens = pass_flops(target, target.vocab_size), sum(map(len, decoded.outputs))
+        self._work.flops += flops_of(rule, lengths, tokens) - flops_of(rule, again, 0)
         return decoded.outputs, states
 
 

@@ -176,7 +176,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         summary |= coverage | guessed
         self.accelerator.free_memory()
         new_target = None if self.config.backbone is None else self.directory / "target"
-        return StageResult(self.directory / "drafter", summary, new_target)
+        return StageResult(self.directory / "drafter", summary, new_target, trainer.work)
 
     def _trainable(self, heads: Heads) -> Trainable:
         """The heads in training, with their adapters."""

@@ -84,7 +84,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        _, speed = self.write_parts(samples, predicted, token_bytes, write)
+        _, speed, work = self.write_parts(samples, predicted, token_bytes, write, logits=vocab_size)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return StageResult(
             summary={
@@ -94,7 +94,8 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
                 "bytes_per_token": token_bytes,
                 **coverage,
                 "tokens_per_second": speed,
-            }
+            },
+            work=work,
         )
 
     def _vocabulary(self, samples: Sequence[Sample]) -> tuple[Tensor | None, dict[str, float]]:

@@ -23,13 +23,15 @@ from distill.teacher.cache_parts import (
 )
 from distill.teacher.feature_sources import LiveFeatures
 from train.base.run_files import TEXT
-from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
+from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot, StageWork
 from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.write_samples import require_kept
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
+from train.loop.meters.stage_flops import pass_flops
+from train.loop.meters.throughput import flops_of
 from train.loop.teachers import lost_mass
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingProgress, TrainingTask
@@ -159,16 +161,19 @@ class CacheStage(TextStage[K]):
         token_bytes: int,
         write: WritePart,
         *,
+        logits: int,
         kept: Sequence[Path] = (),
-    ) -> tuple[int, float | None]:
+    ) -> tuple[int, float | None, StageWork]:
         """Write parts with the samples that no part holds, with all ranks together. Returns the
-        number of tokens that they scored, and how many per second; None if they scored none.
+        number of tokens that they scored, how many per second, None if they scored none, and what
+        this rank computed.
 
         lengths: int64 [n], the number of each sample's tokens that have results. token_bytes: the
-        bytes of one token's results on disk. kept: parts that an earlier stage wrote in the same
-        format. Those with samples that are missing become parts of this cache, too. Raises
-        UserError before the first part if the disk lacks space for the missing ones, for a damaged
-        part, and for a disk that fills up on the way. Finished parts are kept.
+        bytes of one token's results on disk. logits: the target's, of each predicted token. kept:
+        parts that an earlier stage wrote in the same format. Those with samples that are missing
+        become parts of this cache, too. Raises UserError before the first part if the disk lacks
+        space for the missing ones, for a damaged part, and for a disk that fills up on the way.
+        Finished parts are kept.
         """
         ranks, part_samples = Ranks.of(self.accelerator), self.config.part_samples
         tokens = int(lengths.sum())
@@ -191,6 +196,8 @@ class CacheStage(TextStage[K]):
         # No rank may take a part of another rank for one of an earlier start.
         self.accelerator.wait_for_everyone()
         done = len(samples) - len(missing)
+        flops, work = pass_flops(self.target, logits), StageWork(self.target.dtype)
+        first_part = time.perf_counter()
         with self.reporter.bar("scoring", len(samples)) as bar:
             bar.update(done)
             for turn, (first, number) in enumerate(zip(firsts, numbers, strict=False)):
@@ -205,14 +212,17 @@ class CacheStage(TextStage[K]):
                             f"stage {self.config.name}: {error} The finished parts are kept; the "
                             "same command goes on with the missing ones."
                         ) from error
+                    predicted = sum(sum(sample.mask[1:]) for sample in part)
+                    work.flops += flops_of(flops, [len(s.tokens) for s in part], predicted)
                 bar.update(done + min(first + part_samples, len(missing)))
+        work.seconds = time.perf_counter() - first_part
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             # The writer hashed each part when it was whole.
             note_checked(self.directory, "cache")
         self.accelerator.wait_for_everyone()
         scored = sum(ranks.gather(scored))
-        return scored, scored / (time.perf_counter() - begin) if scored else None
+        return scored, scored / (time.perf_counter() - begin) if scored else None, work
 
 
 def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:

@@ -1,7 +1,8 @@
-"""The FLOPs of a step of each training stage, from the shapes of its models."""
+"""The FLOPs of each stage that computes, from the shapes of its models."""
 
 from transformers import PreTrainedModel
 
+from decode.model.loading import Target
 from distill.flops import TextFlops, layers_flops, output_flops
 from heads.heads_module import Heads
 from heads.layers.target_layers import output_layer
@@ -35,6 +36,16 @@ def heads_flops(
     for _ in heads.loss_weights(0.0):
         body = body + layer
     return body + _teacher_flops(target, heads.rows, runs_target, reads_logits)
+
+
+def pass_flops(target: Target, logits: int) -> TextFlops | None:
+    """The target reads a text, and gives so many logits for each predicted token. None: not known,
+    which is so for an encoder and for weights that a quantiser packs."""
+    model = target.model
+    if target.has_encoder or getattr(model, "hf_quantizer", None) is not None:
+        return None
+    width = model.config.get_text_config().hidden_size
+    return layers_flops(model, trained=False) + output_flops(logits, width, trained=None)
 
 
 def _teacher_flops(

@@ -37,8 +37,11 @@ class Throughput:
         return figures
 
 
-def flops_of(rule: TextFlops, lengths: Sequence[int], predictions: int) -> float:
-    """The FLOPs of rows with these lengths, and `predictions` predicted tokens in all."""
+def flops_of(rule: TextFlops | None, lengths: Sequence[int], predictions: int) -> float:
+    """The FLOPs of rows with these lengths, and `predictions` predicted tokens in all; 0 without a
+    rule."""
+    if rule is None:
+        return 0.0
     return (
         rule.per_token * sum(lengths)
         + rule.per_pair * sum(length**2 for length in lengths)
