@@ -181,8 +181,19 @@ class Decoding(RunningRows):
         drafts under these settings, and then changes nothing.
         """
         numbers = np.arange(self._admitted, self._admitted + len(prompts))
-        each = replace(self.setup.usual, seed=self.seed) if settings is None else settings
-        new = new_rows(self.setup, prompts, max_new_tokens, numbers, row_ids, each, self.ahead)
+        setup = self.setup
+        new = new_rows(
+            setup.lm,
+            setup.parts,
+            setup.eos,
+            prompts,
+            max_new_tokens,
+            numbers,
+            row_ids,
+            replace(setup.usual, seed=self.seed) if settings is None else settings,
+            ahead=self.ahead,
+            numbers_repeat=setup.numbers_repeat,
+        )
         self._waiting.begin(new, self.rows)
         self._admitted += len(new)
         self.outputs.update((number, []) for number in numbers.tolist())
@@ -207,7 +218,7 @@ class Decoding(RunningRows):
             self.clock.mark("prefill")
             if reading.left:
                 return count
-            verdict, features = reading.result(place)
+            verdict, features = reading.result(place, setup.parts, setup.processors)
             slots = self._waiting.make_room(reading, place, first)
             new, contexts = reading.new, reading.new.contexts
             lengths = contexts.lengths
@@ -303,7 +314,7 @@ class Decoding(RunningRows):
             if held is not None:
                 self.hold(parts.drafter)
             if len(rows) or self._waiting.readings:
-                features = start_drafter(setup, rows, parts, fresh, self._waiting.readings)
+                features = start_drafter(setup.lm, rows, parts, fresh, self._waiting.readings)
         except BaseException:
             setup.lm.drafter_bytes = held_bytes
             self.hold(held)

@@ -61,7 +61,7 @@ class RunningRows:
         self.logprobs: dict[int, list[TokenLogprob]] = {}
         self.errors: dict[int, UserError] = {}
         self.steps: list[Verification] = []
-        self._waiting = WaitingRows(setup)
+        self._waiting = WaitingRows(setup.lm, setup.stop, setup.prefixes, setup.first_target)
         self._features: Features | None = None  # the hidden states of the last pass
         self._passes = 0  # verification passes, without prefills
         self._failed = False  # the drafter, in this pass
@@ -113,7 +113,7 @@ class RunningRows:
         for reach in (lengths * 3 // 2 + ahead, lengths):
             rows.reach = np.where(short, np.minimum(reach, rows.ends), before)
             try:
-                start_drafter(self.setup, rows, self.setup.parts, False, self._waiting.readings)
+                start_drafter(self.setup.lm, rows, self.setup.parts, False, self._waiting.readings)
                 return
             except MemoryShortage as error:
                 shortage = error
@@ -136,7 +136,7 @@ class RunningRows:
         rows that wait once more. Raises UserError if memory is missing."""
         setup, waiting = self.setup, self._waiting.readings
         if len(self.rows) or waiting:
-            self._features = start_drafter(setup, self.rows, setup.parts, True, waiting)
+            self._features = start_drafter(setup.lm, self.rows, setup.parts, True, waiting)
             self.rows.unread[:] = True
 
     @property
