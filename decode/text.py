@@ -20,8 +20,9 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.constraint import Constraint
 from decode.draw.logits import LogitsProcessor
 from decode.lengths import Policy
+from decode.loop.decoded import Decoded
 from decode.loop.decoder_setup import eos_ids
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoding import Decoder
 from decode.loop.parts import Part, make_policy, make_shape
 from decode.loop.rows import token_ids
 from decode.model.cache.prefix_cache import prefix_cache
