@@ -43,7 +43,7 @@ def new_rows(
 
     eos: int [n], the ids that end a text. numbers: int [B]. ids: the ids of each row, for its
     random numbers. None: the numbers. max_new_tokens, settings: one for all, or one for each
-    prompt. ahead: as for `Decoding`. numbers_repeat: as for `Setup`.
+    prompt. ahead: as for `Decoding`. numbers_repeat: as for `Decoder`.
     Raises UserError as `require_prompts` does, for another number of limits or settings than
     prompts, for a limit below 1, for more log-probabilities than tokens, and if the rule cannot
     judge the drafts of a row.

@@ -31,7 +31,7 @@ class PromptReading:
     Equal prompts are read once, if the target can copy rows. What the prefix cache knows of a
     prompt is copied, and only the rest is read.
 
-    prefixes, first_target: as for `Setup`. new: the rows. stays: bool [B], the rows that are not
+    prefixes, first_target: as for `Decoder`. new: the rows. stays: bool [B], the rows that are not
     given up. copied: int [B], which of the different prompts a row has. count: how many of these
     there are; each takes one row of slots.
     """
@@ -184,7 +184,7 @@ def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
 
 class WaitingRows:
     """All rows that wait. Their slots are behind those of the running rows. stop, prefixes,
-    first_target: as for `Setup`. readings: in the order of these slots."""
+    first_target: as for `Decoder`. readings: in the order of these slots."""
 
     def __init__(
         self, lm: CachedLM, stop: Stop | None, prefixes: PrefixCache | None, first_target: bool
