@@ -108,15 +108,14 @@ class Decoder:
         first_target: bool = True,
     ) -> None:
         self.sampling = sampling or Sampling()
-        self.draft_sampling = draft_sampling or self.sampling
-        self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=self.draft_sampling)
+        self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=draft_sampling)
         parts = Parts.of(NoDrafter() if drafter is None else drafter, rule, policy, gamma)
-        parts.require_sampling([(self.sampling, self.draft_sampling)])
+        parts.require_sampling([(self.sampling, self.usual.drafts)])
         require_fits(lambda x: x >= 1, "at least 1", prefill_tokens=prefill_tokens)
         cached = isinstance(model, CachedLM)
         self.lm = model if cached else CachedLM(model, pass_tokens=prefill_tokens)
         self.vocab_size = self.lm.vocab_size
-        parts.require_target(self.lm, self.vocab_size)
+        parts.require_target(self.lm)
         self.use(parts)
         self.stop = stop
         self.processors, self.observers = list(processors), list(observers)
@@ -692,7 +691,7 @@ class Decoding:
         parts = decoder.parts.remade(drafter, policy, rule)
         every = [decoder.usual, *rows.settings, *self._waiting.settings]
         parts.require_sampling((x.sampling, x.drafts) for x in every)
-        parts.require_target(decoder.lm, decoder.vocab_size)
+        parts.require_target(decoder.lm)
         self.clock.resume()
         features, fresh, held = None, drafter is not None, self._held
         held_bytes = decoder.lm.drafter_bytes
