@@ -46,7 +46,8 @@ from benchmarks.common import (
 )
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings

@@ -33,7 +33,7 @@ from benchmarks.common import (
 from benchmarks.shared.structured_prompts import KINDS, Asked, is_valid, prompts_of
 from decode.draw import logits as logits_of_text
 from decode.grammars import Grammar, Grammars
-from decode.loop.decoding import Decoded
+from decode.loop.decoded import Decoded
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol

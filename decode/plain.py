@@ -1,8 +1,8 @@
 """Speculative decoding on one page: draft, verify, accept, roll back (2211.17192, algorithm 1).
 
 One text, one small drafter, two models of transformers with their own caches, no options. The loop
-of this package (`decode.loop.decoding`, `decode.loop.step`) does the same for batches, trees and
-every kind of drafter. Tests hold it against this page.
+of this package (`decode.loop.decoding`) does the same for batches, trees and every kind of drafter.
+Tests hold it against this page.
 
 Shapes: n tokens read in a pass, V vocabulary.
 """

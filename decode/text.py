@@ -20,13 +20,13 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.constraint import Constraint
 from decode.draw.logits import LogitsProcessor
 from decode.lengths import Policy
-from decode.loop.decoder_setup import eos_ids
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder
 from decode.loop.parts import Part, make_policy, make_shape
 from decode.loop.rows import token_ids
 from decode.model.cache.prefix_cache import prefix_cache
 from decode.model.chat_template import as_read
-from decode.model.generation_config import decoder_processors, sampling_as_generate
+from decode.model.generation_config import decoder_processors, eos_ids, sampling_as_generate
 from decode.model.identity import eos_token_ids, fingerprint
 from decode.model.loading import Target
 from decode.model.pretrained import has_encoder

@@ -139,6 +139,8 @@ def _steps(
 ) -> list[Verification]:
     """The steps of one decode. The depths of its drafts come from `turns`."""
     other = copy.copy(decoder)
+    # Without `use`: the target goes on capturing what the decoder's own drafter reads.
+    other.parts = replace(decoder.parts, drafter=drafter, rule=rule, policy=turns)
     other.drafter, other.rule, other.policy = drafter, rule, turns
     # The text goes on past its end, which a grammar would ask for.
     other.eos, usual = np.zeros(0, dtype=np.int64), decoder.usual

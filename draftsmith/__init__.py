@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "Audit": "draftsmith.auditing.findings",
     "AuditOptions": "draftsmith.auditing.options",
-    "Decoded": "decode.loop.decoding",
+    "Decoded": "decode.loop.decoded",
     "Decoder": "decode.loop.decoding",
     "Evaluation": "train.measure.figures",
     "EvaluationProtocol": "decode.settings",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from decode.base.errors import UserError as UserError
     from decode.draw.sampling import Sampling as Sampling
     from decode.grammars import Grammars as Grammars
-    from decode.loop.decoding import Decoded as Decoded
+    from decode.loop.decoded import Decoded as Decoded
     from decode.loop.decoding import Decoder as Decoder
     from decode.model.loading import Target as Target
     from decode.model.loading import load_target as load_target

@@ -31,7 +31,8 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.lengths import Policy
 from decode.lengths.worth import Worth
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder
 from decode.loop.step import decided
 from decode.model.forward.prepare_model import prepare
 from decode.rules import Rule

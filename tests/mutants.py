@@ -269,7 +269,7 @@ def path_one_slot_off() -> Iterator[None]:
 @contextmanager
 def processors_see_the_row() -> Iterator[None]:
     """Each node is judged after processors that saw the committed text, not the node's path."""
-    with mock.patch("decode.loop.step.Scores", _RowsText):
+    with mock.patch("decode.loop.decoding.Scores", _RowsText):
         yield
 
 

@@ -21,7 +21,8 @@ from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES

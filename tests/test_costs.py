@@ -1,6 +1,7 @@
 """Costs of drafting and verifying, measured on a clock that models move themselves."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,8 +162,9 @@ def test_a_drafter_with_nothing_to_say_costs_nothing(monkeypatch: pytest.MonkeyP
     costs = measure_costs(decoder, [PROMPT], max_depth=2, max_width=4)
     assert costs.draft([1, 2]).tolist() == [0, 0]
     # And where drafting takes no time at all, it is judged by what verifying costs.
-    decoder.policy = CostModel(4)
-    decoder.policy.use_costs(costs)
+    policy = CostModel(4)
+    policy.use_costs(costs)
+    decoder.use(replace(decoder.parts, policy=policy))
     run = decoder.decode([[11, 12, 13, 14] * 4], 40)
     assert run.counts.drafted.sum() > 0
 

@@ -456,10 +456,9 @@ def test_the_bytes_of_a_slot_are_those_allocated(family: str, fields: dict[str, 
     lm = CachedLM(model)
     lm.reset(2, 16)
     lm.forward(torch.ones(2, 3, dtype=torch.int64), np.zeros(2, dtype=np.int64))
-    assert lm._slots is not None
-    held = [layer for layer in lm._slots.layers if layer.is_initialized]
+    held = [layer for layer in lm.slots.layers if layer.is_initialized]
     used = sum(x.nbytes for layer in held for x in (layer.keys, layer.values))
-    assert used == slot_bytes(model) * 2 * lm._slots.allocated[1]
+    assert used == slot_bytes(model) * 2 * lm.slots.allocated[1]
     with torch.device("meta"):
         assert slot_bytes(type(model)(model.config)) == slot_bytes(model)
     # For each of 4 heads a pass makes 8 + 8 numbers of the latent part, keys of 8 + 8, and values

@@ -17,7 +17,8 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder
 from decode.trace import DraftedToken, drafted_tokens, format_trace
 from decode.verdict import Decision, Scores
 from decode.verification import Observer, Verification

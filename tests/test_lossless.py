@@ -19,7 +19,6 @@ from decode.drafters import Drafter, NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
-from decode.loop import step
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.shapes import SHAPES
@@ -194,7 +193,8 @@ def test_the_same_numbers_for_drafts_that_they_taught_are_found(
     drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chosen tokens judged like drawn ones, and with the numbers of the rounds before."""
-    monkeypatch.setattr(step, "decided", lambda rule, *rest: rule.decide(*rest))
+    patched = "decode.loop.decoding.decided"
+    monkeypatch.setattr(patched, lambda rule, *rest: rule.decide(*rest))
     drafter = Remembering(LONGER.vocab, drawn=drawn, remembers=False)
     found = texts_of_the_second_decode(drafter, "speculative", 6_000)
     assert not found.passes, found

@@ -20,7 +20,8 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder
 from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES, Chain
 from decode.stats import Counts, Tally, Timing, summary

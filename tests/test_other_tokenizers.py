@@ -22,7 +22,8 @@ from decode.drafters.tokenizers.token_texts import (
     shared_tokens,
 )
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder, Decoding
 from decode.opening.directory import open_drafter
 from decode.shapes.static import Static
 from tests.other_tokenizers import byte_level, sentencepiece, shuffled, with_rows, words

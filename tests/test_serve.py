@@ -301,7 +301,7 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
     limits: Any = {"max_rows": 3, "prefill_tokens": 8}
     with serving(endless, **limits) as running, running.client() as client:
         decoding: Any = running.batcher._decoding
-        memory = decoding.setup.lm.slots.allocated
+        memory = decoding.decoder.lm.slots.allocated
         assert memory[0] == 3
         step, steps = decoding.step, []
 
@@ -323,7 +323,7 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
                     assert choice["message"]["content"] == expected
         assert steps.count((1, 2)) > 8  # two texts of the prompt wait, which is read once
         assert (3, 0) in steps
-        assert decoding.setup.lm.slots.allocated == memory
+        assert decoding.decoder.lm.slots.allocated == memory
 
 
 def test_prompts_reuse_what_they_share_with_earlier_texts(monkeypatch: Any) -> None:

@@ -14,7 +14,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.sparse import KeptTokens, SparseDrafter, choose_chunks
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.prepare_model import prepare
 from decode.opening.directory import open_drafter

@@ -38,7 +38,7 @@ def step_cost(decoding: Decoding, steps: int) -> StepCost:
     counts = [_calls(decoding.step) for _ in range(steps)]
     whole, inside = [], []
     for _ in range(steps):
-        with _timed_functions(decoding.setup.lm.model.dtype) as seconds:
+        with _timed_functions(decoding.decoder.lm.model.dtype) as seconds:
             begin = time.perf_counter()
             decoding.step()
             whole.append(time.perf_counter() - begin)

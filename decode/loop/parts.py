@@ -76,7 +76,7 @@ class Parts:
         for sampling, drafts in dict.fromkeys(drawn):
             make_rule(self.rule, sampling, name, branches, self.drafter.siblings(drafts))
 
-    def require_target(self, lm: CachedLM, vocab_size: int) -> None:
+    def require_target(self, lm: CachedLM) -> None:
         """Attaches the drafter to the target. Raises UserError if the drafts do not fit into the
         target's context, or if the drafter does not fit the target, has another vocabulary, or
         cannot draft for a target with an encoder."""
@@ -89,12 +89,12 @@ class Parts:
                 f"{lm.max_positions} tokens, text included; choose a smaller gamma, "
                 "or a shallower tree"
             )
-        if self.drafter.vocab_size not in (None, vocab_size):
+        if self.drafter.vocab_size not in (None, lm.vocab_size):
             raise UserError(
                 f"{type(self.drafter).__name__} has a vocabulary of {self.drafter.vocab_size} "
-                f"tokens, but the target's has {vocab_size}; use a drafter made for this target. "
-                "If the tokenizers are the same and only the padding differs, open the drafter by "
-                "its name (`open_drafter`)"
+                f"tokens, but the target's has {lm.vocab_size}; use a drafter made for this "
+                "target. If the tokenizers are the same and only the padding differs, open the "
+                "drafter by its name (`open_drafter`)"
             )
 
 

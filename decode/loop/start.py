@@ -12,7 +12,6 @@ from decode.draft import Contexts
 from decode.draw.constraint import Guide, require_ends
 from decode.draw.penalties import Answers
 from decode.draw.random_numbers import CounterRNG
-from decode.loop.decoder_setup import Setup
 from decode.loop.parts import Parts
 from decode.loop.rows import Rows, RowSettings, require_prompts
 from decode.loop.waiting_rows import PromptReading
@@ -28,29 +27,34 @@ IDENTITIES = 1 << 32
 
 
 def new_rows(
-    setup: Setup,
+    lm: CachedLM,
+    parts: Parts,
+    eos: np.ndarray,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int],
     numbers: np.ndarray,
     ids: Sequence[int] | None,
     settings: RowSettings | Sequence[RowSettings],
-    ahead: int | None = None,
+    *,
+    ahead: int | None,
+    numbers_repeat: bool,
 ) -> Rows:
     """The rows of new prompts (token ids), with space for their texts and drafts.
 
-    numbers: int [B]. ids: the ids of each row, for its random numbers. None: the numbers.
-    max_new_tokens, settings: one for all, or one for each prompt. ahead: as for `Decoding`.
+    eos: int [n], the ids that end a text. numbers: int [B]. ids: the ids of each row, for its
+    random numbers. None: the numbers. max_new_tokens, settings: one for all, or one for each
+    prompt. ahead: as for `Decoding`. numbers_repeat: as for `Decoder`.
     Raises UserError as `require_prompts` does, for another number of limits or settings than
     prompts, for a limit below 1, for more log-probabilities than tokens, and if the rule cannot
     judge the drafts of a row.
     """
-    count, device = len(prompts), setup.lm.device
+    count, device = len(prompts), lm.device
     several = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
     limits = list(max_new_tokens) if several else [max_new_tokens]  # type: ignore[arg-type]
     each = [settings] if isinstance(settings, RowSettings) else list(settings)
     for limit in limits:
         require_whole(max_new_tokens=limit)
-    require_prompts(prompts, setup.lm.max_prompt, setup.vocab_size)
+    require_prompts(prompts, lm.max_prompt, lm.vocab_size)
     for name, values, one in (
         ("max_new_tokens", limits, not several),
         ("settings", each, isinstance(settings, RowSettings)),
@@ -61,35 +65,35 @@ def new_rows(
                 "or one for all"
             )
     asked = max((one.logprobs or 0 for one in each), default=0)
-    if asked > setup.vocab_size:
+    if asked > lm.vocab_size:
         raise UserError(
-            f"logprobs is {asked}; expected at most {setup.vocab_size}, the tokens of the target"
+            f"logprobs is {asked}; expected at most {lm.vocab_size}, the tokens of the target"
         )
-    setup.parts.require_sampling((one.sampling, one.drafts) for one in each)
+    parts.require_sampling((one.sampling, one.drafts) for one in each)
     for row in each:
-        row.sampling.require_vocabulary(setup.vocab_size)
+        row.sampling.require_vocabulary(lm.vocab_size)
         if row.sampling.grammar is not None:
-            eos, least = setup.eos.tolist(), row.sampling.min_tokens
-            require_ends(row.sampling.grammar, eos, row.ignore_eos, least)
-    texts, sources = setup.lm.texts_and_sources(prompts)
+            least = row.sampling.min_tokens
+            require_ends(row.sampling.grammar, eos.tolist(), row.ignore_eos, least)
+    texts, sources = lm.texts_and_sources(prompts)
     lengths = np.array([len(text) for text in texts])
-    ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
+    ends = np.minimum(lengths + np.array(limits), lm.max_positions)
     reach = ends
     if ahead is not None:
-        allocated = setup.lm.slots.allocated[1] - setup.parts.draft_room
+        allocated = lm.slots.allocated[1] - parts.draft_room
         reach = np.minimum(ends, np.maximum(lengths + 1 + ahead, allocated))
-    contexts = Contexts.of(texts, setup.slots(int(reach.max()), 0), sources)
+    contexts = Contexts.of(texts, int(reach.max()) + parts.draft_room, sources)
     if any(one.label is not None for one in each):
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
     kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
     begins = lengths - np.array([one.answered for one in each])[kinds]
-    contexts.answers = Answers(begins, setup.eos)
+    contexts.answers = Answers(begins, eos)
     if any(one.sampling.grammar is not None for one in each):
         contexts.guides = [
             _guide(each[kind], begin) for kind, begin in zip(kinds, begins.tolist(), strict=True)
         ]
     identities = np.asarray(numbers if ids is None else ids, dtype=np.int64)
-    new = np.array([_needs_new_numbers(setup, one) for one in each], dtype=bool)
+    new = np.array([_needs_new_numbers(parts, one, numbers_repeat) for one in each], dtype=bool)
     if new.any():
         identities = identities + next(_begun) * IDENTITIES * new[kinds]
     seeds = np.array([one.seed for one in each], dtype=np.int64)[kinds]
@@ -103,29 +107,29 @@ def _guide(settings: RowSettings, begin: int) -> Guide | None:
     return None if grammar is None else Guide(grammar, begin)
 
 
-def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:
+def _needs_new_numbers(parts: Parts, settings: RowSettings, numbers_repeat: bool) -> bool:
     """Whether a text depends on what the drafter or the policy remembers, which was drawn with the
     numbers of earlier texts. It does not if exact match judges the drafts."""
-    remembers = setup.drafter.learns and setup.numbers_repeat
-    if not (remembers or setup.policy.by_batch):
+    remembers = parts.drafter.learns and numbers_repeat
+    if not (remembers or parts.policy.by_batch):
         return False
-    rule = used_rule(setup.parts.rule, settings.sampling)
-    chosen = setup.drafter.siblings(settings.drafts) == "chosen"
+    rule = used_rule(parts.rule, settings.sampling)
+    chosen = parts.drafter.siblings(settings.drafts) == "chosen"
     return not (isinstance(rule, ExactMatch) or (rule.lossless and chosen))
 
 
 def start_drafter(
-    setup: Setup, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[PromptReading] = ()
+    lm: CachedLM, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[PromptReading] = ()
 ) -> Features | None:
     """Make room for the texts up to their `reach`, and for the drafts of these parts, which may be
-    others than those that the decoder uses now. fresh: the
-    drafter is new, so it starts with the running texts, if there are some, and the prompts of
-    `waiting` rows are read from their first tokens on.
+    others than those that the decoder uses now. fresh: the drafter is new, so it starts with the
+    running texts, if there are some, and the prompts of `waiting` rows are read from their first
+    tokens on.
 
     Returns the hidden states that it got: those of the texts, except their last tokens. Raises
     UserError if memory is missing. The parts in use can then go on.
     """
-    lm, before = setup.lm, rows.contexts.tokens.shape[1]
+    before = rows.contexts.tokens.shape[1]
     every = [rows, *(reading.new for reading in waiting)]
     reach = max(int(some.reach.max(initial=0)) for some in every)
     capacity = max(reach + parts.draft_room, *(some.contexts.tokens.shape[1] for some in every))

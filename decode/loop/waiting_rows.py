@@ -11,12 +11,16 @@ from torch import Tensor
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
-from decode.loop.decoder_setup import Setup
+from decode.draw.logits import LogitsProcessor
+from decode.loop.parts import Parts
 from decode.loop.rows import Rows, RowSettings
+from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.long_read import LongRead, ReadPart
+from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.features import Features
 from decode.model.forward.few_rows_layers import MOST_TOKENS
 from decode.rules.exact import ExactMatch, used_rule
+from decode.text_stream import Stop
 from decode.verdict import Scores, Verdict
 
 
@@ -24,20 +28,24 @@ class PromptReading:
     """New rows whose prompts the target reads, some tokens at a time. Until then they wait in slots
     behind those of the running rows.
 
-    Equal prompts are read once, if the target can copy rows. What the decoder's prefix cache knows
-    of a prompt is copied, and only the rest is read.
+    Equal prompts are read once, if the target can copy rows. What the prefix cache knows of a
+    prompt is copied, and only the rest is read.
 
-    new: the rows. stays: bool [B], the rows that are not given up. copied: int [B], which of the
-    different prompts a row has. count: how many of these there are; each takes one row of slots.
+    prefixes, first_target: as for `Decoder`. new: the rows. stays: bool [B], the rows that are not
+    given up. copied: int [B], which of the different prompts a row has. count: how many of these
+    there are; each takes one row of slots.
     """
 
-    def __init__(self, setup: Setup, new: Rows) -> None:
-        self.setup, self.new = setup, new
+    def __init__(
+        self, lm: CachedLM, new: Rows, prefixes: PrefixCache | None, first_target: bool
+    ) -> None:
+        self.lm, self.new = lm, new
+        self.prefixes, self.first_target = prefixes, first_target
         self.stays = np.ones(len(new), dtype=bool)
         contexts = new.contexts
         keys: Sequence[object] = range(len(new))
         places = {key: place for place, key in enumerate(keys)}
-        if setup.lm.repeats_rows:
+        if lm.repeats_rows:
             keys = _prompts(contexts)
             # The longest first: those that have tokens left stay next to each other, so masks have
             # no room for others.
@@ -47,7 +55,7 @@ class PromptReading:
         self.copied = np.array([places[key] for key in keys], dtype=np.int64)
         self.count = len(places)
         self._read = contexts.of_rows(np.unique(self.copied, return_index=True)[1])
-        self._fed = self._read.lengths - (not setup.first_target)
+        self._fed = self._read.lengths - (not first_target)
         self._long: LongRead | None = None
         self._begun = False
 
@@ -74,17 +82,17 @@ class PromptReading:
         """Read about this number of tokens into the slots of the rows from `place` on, but at least
         one of each prompt in a pass. An encoder reads all of its sources at once, and first: with 0
         tokens too, as the prefix cache is asked. Returns how many were fed."""
-        setup, count = self.setup, 0
+        count = 0
         if not self._begun:
             if self._read.sources is not None:
-                setup.lm.encode(self._read.sources, place)
+                self.lm.encode(self._read.sources, place)
                 count += sum(map(len, self._read.sources))
             self._begun = True
             if self._fed.any():
                 self._long = self._begin(place)
         while self.left and count < tokens:
             assert self._long is not None
-            count += setup.lm.read_on(self._long, tokens - count, place)
+            count += self.lm.read_on(self._long, tokens - count, place)
         return count
 
     def part(self, place: int, tokens: int) -> ReadPart | None:
@@ -93,51 +101,53 @@ class PromptReading:
         return self._long.part(tokens, place) if self._long is not None and self.left else None
 
     def _begin(self, place: int) -> LongRead:
-        setup, contexts, fed = self.setup, self._read, self._fed
+        lm, contexts, fed = self.lm, self._read, self._fed
         start = np.zeros(len(fed), dtype=np.int64)
-        if setup.prefixes is not None:
-            start = setup.prefixes.reuse(setup.lm, contexts, fed, place)
+        if self.prefixes is not None:
+            start = self.prefixes.reuse(lm, contexts, fed, place)
         # Past the end of a row's prompt is padding. It needs slots too.
         columns = start[:, None] + np.arange(int((fed - start).max()))
         columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
-        ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), setup.lm.device)
-        return LongRead(ids, start, fed - start, pads=setup.lm.pads)
+        ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), lm.device)
+        return LongRead(ids, start, fed - start, pads=lm.pads)
 
-    def result(self, place: int) -> tuple[Verdict, Features | None]:
+    def result(
+        self, place: int, parts: Parts, processors: Sequence[LogitsProcessor]
+    ) -> tuple[Verdict, Features | None]:
         """After the last part, with the first slots at `place`, for the rows that stay, which `new`
         and `copied` are from now on: the verdict on an empty draft, which gives the first token of
         each row, and the hidden states of the prompts' tokens. They are None if the drafter
         captures none, or if nothing is read: a prompt of one token, whose first token is drafted
         (`first_target`)."""
-        setup, new, device = self.setup, self.new, self.setup.lm.device
+        new, device = self.new, self.lm.device
         if not self.stays.all():
             new.keep(np.flatnonzero(self.stays))
             self.copied, self.stays = self.copied[self.stays], self.stays[self.stays]
         logits, features = None, None
         if self._long is not None:
             logits = self._long.logits
-            if setup.drafter.captured_layers:
+            if parts.drafter.captured_layers:
                 features = Features(self._states(place), self._fed)
             if not np.array_equal(self.copied, np.arange(self.count)):
                 assert logits is not None
                 logits = logits[to_device(self.copied, logits.device)]
                 features = None if features is None else features.keep_rows(self.copied)
         contexts = new.contexts
-        if not setup.first_target:  # the first step verifies the first token like all others
+        if not self.first_target:  # the first step verifies the first token like all others
             return Verdict.without_draft(len(new), device, logits), features
         assert logits is not None
         nothing = Draft.none(len(new), device)
-        scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
+        scores = Scores(logits, new.sampling, nothing, contexts, processors)
         new.rng.at_lengths(contexts.lengths)
         # Without a draft every other rule draws as exact match does.
-        rule = used_rule(setup.parts.rule, new.sampling)
+        rule = used_rule(parts.rule, new.sampling)
         rule = rule if isinstance(rule, ExactMatch) else ExactMatch()
         return Verdict.read(nothing, scores, rule.decide(nothing, scores, new.rng)), features
 
     def _states(self, place: int) -> Mapping[int, Tensor]:
         """The hidden states of all tokens, [B, n, H]: the slots may have those of reused ones."""
         assert self._long is not None
-        lm, rows = self.setup.lm, slice(place, place + self.count)
+        lm, rows = self.lm, slice(place, place + self.count)
         if not lm.kept_layers:
             return self._long.features()
         kept = lm.slots.kept_states(rows, int(self._fed.max()))
@@ -173,11 +183,13 @@ def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
 
 
 class WaitingRows:
-    """All rows that wait. Their slots are behind those of the running rows. readings: in the order
-    of these slots."""
+    """All rows that wait. Their slots are behind those of the running rows. stop, prefixes,
+    first_target: as for `Decoder`. readings: in the order of these slots."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
+    def __init__(
+        self, lm: CachedLM, stop: Stop | None, prefixes: PrefixCache | None, first_target: bool
+    ) -> None:
+        self.lm, self.stop, self.prefixes, self.first_target = lm, stop, prefixes, first_target
         self.readings: list[PromptReading] = []
 
     def __iter__(self) -> Iterator[Rows]:
@@ -202,10 +214,11 @@ class WaitingRows:
     def begin(self, new: Rows, running: Rows) -> None:
         """Let new rows wait, behind those that do. Raises UserError if memory is missing. After any
         error nothing is changed."""
-        lm, known = self.setup.lm, [running, *self]
-        held, reading = len(running) + self.count, PromptReading(self.setup, new)
+        lm, known = self.lm, [running, *self]
+        reading = PromptReading(lm, new, self.prefixes, self.first_target)
+        held = len(running) + self.count
         capacity = max(rows.contexts.tokens.shape[1] for rows in (new, *known))
-        usual = {self.setup.stop}
+        usual = {self.stop}
         for stop in new.own_stops().difference(usual, *(rows.own_stops() for rows in known)):
             stop.start()
         # Memory for all rows, before any work. Copies of a prompt take theirs when they join.
@@ -244,7 +257,7 @@ class WaitingRows:
         others = others[(others < place) | (others >= place + reading.count)]
         order = np.concatenate([slots[:running], place + reading.copied, others])
         if len(order) > len(slots):
-            self.setup.lm.add_rows(len(order) - len(slots), 0)
+            self.lm.add_rows(len(order) - len(slots), 0)
         return order
 
     def give_up(self, reading: PromptReading, place: int, running: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import logits_process as hf
 
-from decode.base.errors import UserError
+from decode.base.errors import UserError, require_whole
 from decode.draw.sampling import Sampling
 from decode.model.pretrained import decoder_start, has_encoder, replaced
 
@@ -151,6 +151,17 @@ def decoder_settings(model: PreTrainedModel, *, limited: bool = True) -> dict[st
     if not limited:
         named.pop("forced_eos_token_id", None)
     return named | {"decoder_start_token_id": decoder_start(model)}
+
+
+def eos_ids(given: Sequence[int] | int | None) -> list[int]:
+    """The ids that end a text, given as in a generation config. Raises UserError unless they are
+    whole numbers."""
+    if given is None:
+        return []
+    ids = list(given) if isinstance(given, Sequence) else [given]
+    for token in ids:
+        require_whole(0, eos_token_id=token)
+    return [int(token) for token in ids]
 
 
 def decoder_processors(

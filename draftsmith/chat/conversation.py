@@ -216,7 +216,7 @@ class Conversation:
             rows=1,
             slots=decoder.slots(len(prompt), self.max_new_tokens),
         )
-        figures = _Figures(decoding.setup.policy.max_depth, self._plain_seconds)
+        figures = _Figures(decoding.decoder.policy.max_depth, self._plain_seconds)
 
         def answer(was_stopped: bool) -> ChatReply:
             figures.count(decoding.steps)

@@ -98,7 +98,6 @@ def edge_client(
     """A client with these settings. Raises UserError if they name another rule than the server
     has."""
     from decode.base.registry import Choice
-    from decode.loop.parts import make_shape
     from draftsmith.edge.client import EdgeClient
 
     rule = link.welcome["rule"]
@@ -107,12 +106,9 @@ def edge_client(
             f"the verifier judges by {rule}, not by {Choice.of(settings.rule)}; leave --rule "
             "out, or start the server with that rule"
         )
-    policy = settings.make_policy()
-    if settings.shape is not None:
-        drafter = drafter.with_shape(make_shape(settings.shape, policy.max_depth))
     return EdgeClient(
         link,
-        drafter,
+        settings.shaped(drafter),
         gamma=settings.gamma,
         policy=settings.policy,
         sampling=settings.sampling,

@@ -11,10 +11,10 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
-from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder, Decoding, OnTokens
 from decode.loop.parts import Part
 from decode.loop.rows import require_prompts
-from decode.loop.step import OnTokens
 from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, resolve_device, resolve_dtype
 from decode.text_stream import Stop

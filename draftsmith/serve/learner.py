@@ -258,7 +258,7 @@ class ServiceLearner(RowWatch):
     def swap(self, decoding: Decoding) -> None:
         """Give the drafter its newest version, if it drafts."""
         self._batcher.drafter_version = 0  # another drafter has the weights it was loaded with
-        if decoding.setup.drafter is self.drafter:
+        if decoding.decoder.drafter is self.drafter:
             self.online.swap()
             self._batcher.drafter_version = self.online.version
 

@@ -158,7 +158,7 @@ class Settings:
         policy = decode.policy_for(drafter, costs)
         parts = Parts.of(drafter, rule, policy, decode.gamma)
         parts.require_sampling([(decode.sampling, decode.draft_sampling)])
-        parts.require_target(batcher.decoder.lm, batcher.decoder.vocab_size)
+        parts.require_target(batcher.decoder.lm)
 
         def apply(decoding: Decoding) -> None:
             if fresh or (decode, low) != (self.decode, self.dynamic_lenience):

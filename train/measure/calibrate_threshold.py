@@ -9,7 +9,7 @@ import numpy as np
 from decode.base.errors import UserError
 from decode.base.registry import Choice
 from decode.drafters import Drafter
-from decode.loop.decoding import Decoded
+from decode.loop.decoded import Decoded
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from decode.stats import Counts, finite

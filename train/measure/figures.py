@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from decode.costs import Costs, busy
-from decode.loop.decoding import Decoded
+from decode.loop.decoded import Decoded
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts, Tally, Timing, finite, summary
 from decode.verification import Verification

@@ -9,7 +9,8 @@ import numpy as np
 from decode.base.errors import UserError
 from decode.costs import OtherProcesses
 from decode.drafters import Drafter
-from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.decoded import Decoded
+from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.model.generation_config import (
     decoder_settings,

@@ -25,14 +25,17 @@ from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import Forward, prepare, refresh_packed
 from decode.model.forward.sublayers import Sublayers, changed_forward
 from decode.model.forward.transformers_forward import TransformersForward
+from decode.model.hidden_states import captured_modules
 from decode.model.kinds.decoder_positions import NodePositions, at_positions
-from decode.model.kinds.layer_kinds import require_no_states
+from decode.model.kinds.encoder_decoder import Sources
+from decode.model.kinds.layer_kinds import layer_windows, require_no_states, require_slots
 from decode.model.kinds.recurrent_states import RecurrentStates
 from decode.model.memory import scored_heads
+from decode.model.pretrained import input_device, longest_text
 from decode.model.trials import require_chains, require_skipping, require_tree_masks
 
 
-class CachedLM(CachedRows):
+class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
     Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
@@ -57,9 +60,17 @@ class CachedLM(CachedRows):
     (`decode.model.trials`), so it needs none itself. forward: what runs the model; None: its
     prepared form. watch: called for the attention of each layer, with the layer's number and the
     arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
-    model's config says. See `narrow`. How rows begin, join and leave is in `CachedRows`.
+    model's config says. See `narrow`.
+
+    drafter_bytes: what a drafter keeps of each token beside this model. repeats_rows: `keep_rows`
+    may name a row more than once. Its copies are then rows too. kept_layers: those whose hidden
+    states the slots keep of all tokens of all rows. See `reset`.
     """
 
+    repeats_rows: bool = True
+    kept_layers: tuple[int, ...] = ()
+    sources: Sources | None = None
+    states: RecurrentStates | None = None
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None
 
@@ -72,9 +83,18 @@ class CachedLM(CachedRows):
         trial: bool = False,
         forward: Forward | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.pass_tokens = model, pass_tokens
         self.capture(captured_layers)
-        super().__init__(model, forward or prepare(model), pass_tokens)
+        self.forward_pass = forward or prepare(model)
+        self.device, self.dtype = input_device(model), model.dtype
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.max_positions = longest_text(config)
+        windows = layer_windows(model)
+        self._use_windows([None if size is None else SlidingWindow(size) for size in windows])
+        self._rows = CachedRows(model, self.forward_pass)
+        self.sources, self.states = self._rows.sources, self._rows.states
+        self.drafter_bytes = 0
         self.features: Mapping[int, Tensor] = {}
         self.fed = 0
         self._trial = trial
@@ -142,6 +162,78 @@ class CachedLM(CachedRows):
     def refresh(self) -> None:
         """Use weights that were changed in place. Cached keys and values are not computed again."""
         refresh_packed(self.forward_pass)
+
+    def _use_windows(self, windows: Sequence[SlidingWindow | None]) -> None:
+        """Let each layer see only this much of the text."""
+        self._windows = list(windows)
+        # Layers with the same window have the same mask: which one each layer has.
+        self._distinct_windows = list(dict.fromkeys(windows))
+        self._mask_of = [self._distinct_windows.index(window) for window in windows]
+
+    @property
+    def max_prompt(self) -> int:
+        """Prompts must have fewer tokens."""
+        return self.max_positions if self.sources is None else self.sources.max_prompt
+
+    def texts_and_sources(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+        """The first tokens of the texts of these prompts, and the sources that an encoder reads.
+        Without an encoder the texts begin with the prompts, and sources is None."""
+        if self.sources is None:
+            return prompts, None
+        return [[self.sources.start_id]] * len(prompts), prompts
+
+    def encode(self, sources: Sequence[Sequence[int]], first: int) -> None:
+        """Let the encoder read the sources (token ids) of the rows from `first` on, before their
+        first `forward`. Raises UserError if memory is missing."""
+        assert self.sources is not None
+        self.sources.read(sources, first, self.pass_tokens)
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
+        captured_modules(self.model, layers)
+        self.captured_layers = tuple(layers)
+        if self.captured_layers != self.kept_layers:
+            self.kept_layers = ()  # the texts would have holes
+
+    @property
+    def shared_layers(self) -> tuple[int, ...] | None:
+        """The layers whose hidden states texts in the slots have, if those of all tokens are kept
+        there and no others. None: such texts are of no use to other decodes."""
+        layers = self.kept_layers
+        whole = layers == self.captured_layers and len(layers) == self.slots.states
+        return layers if whole else None
+
+    def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots. keep_states: keep the captured
+        hidden states of all tokens beside their keys (`kept_layers`). Raises as `require_slots` and
+        `require_memory`."""
+        require_slots(self.model)
+        self.kept_layers = self.captured_layers if keep_states else ()
+        self._rows.reset(
+            rows,
+            capacity,
+            step=self.forward_pass.slot_step,
+            states=len(self.kept_layers),
+            other_bytes=self._other_bytes,
+        )
+        refresh_packed(self.forward_pass)
+
+    @property
+    def _other_bytes(self) -> int:
+        """What each token takes beside the model's keys and values."""
+        width = self.model.config.get_text_config().hidden_size * self.dtype.itemsize
+        return self.drafter_bytes + len(self.kept_layers) * width
+
+    def add_rows(self, count: int, capacity: int) -> None:
+        """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
+        Raises as `reset` does, and then changes nothing."""
+        self._rows.add_rows(count, capacity, self._other_bytes)
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """See `CachedRows.keep_rows`."""
+        self._rows.keep_rows(rows)
 
     def forward(
         self,
@@ -382,13 +474,15 @@ class CachedLM(CachedRows):
     @property
     def slots(self) -> Slots:
         """The slots of the running sequences."""
-        assert self._slots is not None, "reset() comes before forward()"
-        return self._slots
+        slots = self._rows.slots
+        assert slots is not None, "reset() comes before forward()"
+        return slots
 
     def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """See `Slots.commit`."""
-        assert self._slots is not None
-        self._slots.commit(start, columns_BM, counts)
+        slots = self._rows.slots
+        assert slots is not None
+        slots.commit(start, columns_BM, counts)
         if self.states is not None:
             self.states.commit(start, columns_BM, counts)
 
