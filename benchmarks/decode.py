@@ -20,8 +20,9 @@ an ending means batch 1, greedy, in the requested dtype. Intervals are 95% inter
 prompts (over batches at batch 8). The default drafter is the target's first layers, trained here in
 a run that is kept.
 
-At the end come the cost of a step beside its functions in C++, and passes over 1 to 64 tokens beside
-the least that this machine allows: to read all weights once, and to multiply each token with them.
+At the end come the cost of a step beside its functions in C++, and passes over 1 to 64 tokens
+beside the least that this machine allows: to read all weights once, and to multiply each token with
+them.
 
 --context N puts N tokens of notes before each prompt, which the answer does not need, and compares
 only greedy decoding at batch 1. Then no time has the pass over the prompt: each contestant also
