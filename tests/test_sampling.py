@@ -15,6 +15,7 @@ from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.draw import sampling
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, argmax, draw, draw_of
 from decode.draw.top import top
@@ -164,6 +165,15 @@ def test_tokens_of_probability_0_are_never_drawn(scale: float) -> None:
     for uniform in ends:
         drawn = draw(weights, uniform.expand(len(weights)))
         assert (weights.gather(1, drawn[:, None]) > 0).all()
+
+
+def test_many_rows_are_drawn_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "AT_ONCE", 1500)  # three rows at once
+    logits = random_logits(14, 400).view(2, 7, 400)
+    uniform = torch.rand(2, 7, dtype=torch.float64)
+    for settings in (Sampling(1.0), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=4)):
+        alone = [settings.pick(logits[row], uniform[row]) for row in np.ndindex(2, 7)]
+        assert settings.pick(logits, uniform).flatten().tolist() == alone
 
 
 def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:

@@ -22,6 +22,8 @@ SPARE = 64
 LOOKED_AT = (256, 4096)
 # Block size in the first stage of a draw.
 BLOCK = 256
+# Logits that are drawn from together on a CPU, so that their probabilities stay in its caches.
+AT_ONCE = 1 << 20
 # The settings of the first version.
 FIRST = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Beyond this value a text is noise: all tokens are equally likely.
@@ -126,6 +128,10 @@ class Sampling(Penalties):
         if self.greedy:
             return argmax(logits)
         flat, uniforms = logits.reshape(-1, logits.shape[-1]), uniform.reshape(-1)
+        part = max(AT_ONCE // flat.shape[1], 1)
+        if reads_are_free(flat.device) and len(flat) > part:
+            every = zip(flat.split(part), uniforms.split(part), strict=True)
+            return torch.cat([self.pick(*some) for some in every]).view(logits.shape[:-1])
         picked = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
         for rows, ids, probs in self._groups(flat):
             if ids is None:
