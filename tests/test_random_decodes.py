@@ -1,4 +1,4 @@
-"""The random decodes find a pass whose sums have another order than those of plain decoding."""
+"""The random decodes run what they say, and find sums in another order than plain decoding's."""
 
 from typing import Any
 
@@ -25,5 +25,17 @@ def test_an_order_of_sums_that_depends_on_the_tokens_is_found(
     if planted:
         monkeypatch.setattr(FewRowsPass, "fits", one_token)
     assert random_decodes.main(30, seed=1) == planted
-    last = capsys.readouterr().out.splitlines()[-1]
+    *_, line, last = capsys.readouterr().out.splitlines()
+    assert "; layers in C++, " in line
     assert (" 0 differ" in last) != planted
+
+
+def test_targets_are_packed_in_all_forms() -> None:
+    needs_few_rows(torch.float32)
+    found = {name: random_decodes.runs_in(case) for name, case in random_decodes.TARGETS.items()}
+    cpp = "layers in C++, weights packed in C++: "
+    assert found["narrow"] == "layers in PyTorch, weights packed in C++: none"
+    assert found["float32"] == cpp + "float32"
+    assert found["rounded"] == cpp + "bfloat16"
+    forms = found["quantised"].removeprefix(cpp).split(", ")
+    assert set(forms) == {"Q4_1", "Q8_0 or Q5_0", "mixed"}
