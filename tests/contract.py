@@ -147,7 +147,7 @@ def heads_on(lm: Any, kind: str, vocab: int, shape: Shape | None = None) -> Draf
     made: Any = HEADS[options.type](options, lm)  # type: ignore[call-arg]
     made.init_weights(lm)
     moved(made, 0.2, seed=5, which=lambda name, _: not name.startswith("output."))
-    made.borrow(lm)
+    made.to(lm.dtype).borrow(lm)
     build: Any = DRAFTERS[kind]
     found: Drafter = build(made, vocab, shape)
     return found
