@@ -61,6 +61,18 @@ def linear(out: int, size: int, dtype: torch.dtype, bias: bool = False) -> nn.Li
     return layer.to(dtype).requires_grad_(False)
 
 
+def test_what_a_machine_can_do_at_most_is_really_done(dtype: torch.dtype) -> None:
+    """Each word is read once, and each operation that is counted adds an eighth to a sum."""
+    found = few_rows.library(dtype)
+    assert found is not None
+    words = torch.ones(4096)
+    assert found.read_once(words.data_ptr(), words.nbytes) == words.sum()
+    before, after = torch.zeros(1), torch.zeros(1)
+    assert found.multiply_only(0, before.data_ptr()) == 0
+    operations = found.multiply_only(100, after.data_ptr())
+    assert after - before == operations / 8 > 0
+
+
 @pytest.mark.parametrize(
     ("mode", "size", "stored"),
     [

@@ -171,7 +171,7 @@ def step(decoding: Decoding, beside: int, random: np.random.Generator) -> None:
     if decoding.finished:
         return
     most = None
-    if not decoding.setup.drafter.captured_layers and random.random() < 0.1:
+    if not decoding.decoder.drafter.captured_layers and random.random() < 0.1:
         most = np.where(random.random(len(decoding.rows)) < 0.3, -1, DEEPEST)
     decoding.step(most, beside)
 

@@ -32,7 +32,7 @@ from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
-from train.measure.machine import Limit, multiply_speed, read_speed
+from train.measure.machine import Limit, product_speed, read_speed, register_speed
 from train.measure.same_text import identical
 from train.measure.time_passes import finish, pass_seconds
 
@@ -258,9 +258,11 @@ def pass_limits(model: PreTrainedModel) -> dict[str, Any]:
     """Return what passes of a model take beside what this machine allows: the speeds that were
     measured, and by the number of tokens fed after a text of ROOF_CONTEXT tokens the ms of a pass,
     those of its limit, the share of it that the pass reaches, and the cost in passes over one."""
-    device = model.device
-    limit = Limit.of(model, read_speed(device), multiply_speed(device, model.dtype))
-    seconds = pass_seconds(CachedLM(model), ROOF_CONTEXT, ROOF_WIDTHS, turns=ROOF_TURNS)
+    lm, kind = CachedLM(model), (model.device, model.dtype)
+    multiplies = register_speed(*kind) or product_speed(*kind)
+    limit = Limit.of(model, read_speed(model.device), multiplies)
+    widths = [width for width in ROOF_WIDTHS if ROOF_CONTEXT + width <= lm.max_positions]
+    seconds = pass_seconds(lm, ROOF_CONTEXT, widths, turns=ROOF_TURNS) if widths else {}
     rows = [
         {
             "tokens": width,

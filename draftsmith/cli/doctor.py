@@ -75,9 +75,13 @@ def tables(examination: "Examination", runs: Path) -> list["Table"]:
     parts = [_facts("this machine", _machine(figures, runs))]
     if "dtypes" in figures:
         columns = ("dtype", "matrix products", "GFLOP/s of PyTorch", "at most, in registers")
-        speeds = "flops_per_second", "most_flops_per_second"
+        speeds = "flops_per_second", "register_flops_per_second"
         rows = [
-            (name, "fast" if x["fast"] else "emulated", *(number(x[key] / 1e9) for key in speeds))
+            (
+                name,
+                "fast" if x["fast"] else "emulated",
+                *(number(x[key] and x[key] / 1e9) for key in speeds),
+            )
             for name, x in figures["dtypes"].items()
         ]
         parts.append(table("matrix products", columns, rows, left=2))

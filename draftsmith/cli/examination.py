@@ -159,7 +159,8 @@ def _examine_target(examination: Examination, model: Any) -> None:
     speed, products = figures.get("read_bytes_per_second"), figures.get("dtypes")
     limit = None
     if speed and products and (of := products.get(dtype_name(model.dtype))):
-        limit = Limit.of(model, speed, of["most_flops_per_second"])
+        most = of["register_flops_per_second"] or of["flops_per_second"]
+        limit = Limit.of(model, speed, most)
     context = min(CONTEXT, CachedLM(model).max_positions // 2)
     passes = add("passes", lambda: _passes(CachedLM(model), context, limit, BUDGET))
     slow = passes is None or passes[-1]["ms"] > 1000

@@ -59,7 +59,7 @@ def has_fast_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def read_speed(device: torch.device) -> float:
-    """Bytes per second that are read from memory at most: as our products read, or where these do
+    """Bytes per second that are read from memory at most: past the caches, or where our products do
     not run, by a sum over a large tensor."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
@@ -75,12 +75,12 @@ def read_speed(device: torch.device) -> float:
     return x.nbytes / seconds
 
 
-def multiply_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second at most, of products whose numbers stay in registers;
-    where ours do not run, `product_speed`."""
+def register_speed(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Floating-point operations per second of products whose numbers stay in registers: what the
+    processor can do at most. None where ours do not run."""
     found = few_rows.library(dtype) if device.type == "cpu" else None
     if found is None:
-        return product_speed(device, dtype)
+        return None
     total = torch.zeros(1)
     multiply = partial(found.multiply_only, MULTIPLIED, total.data_ptr())
     (seconds,) = seconds_by_turns([multiply], turns=TURNS, budget=BUDGET)
@@ -128,12 +128,12 @@ class Limit:
 
 def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     """By dtype: whether the device has matrix products in it, and the speed of PyTorch's and of
-    products in registers in FLOP/s."""
+    products in registers in FLOP/s (None: not known)."""
     return {
         name: {
             "fast": has_fast_products(device, dtype),
             "flops_per_second": product_speed(device, dtype),
-            "most_flops_per_second": multiply_speed(device, dtype),
+            "register_flops_per_second": register_speed(device, dtype),
         }
         for name, dtype in DTYPES.items()
     }

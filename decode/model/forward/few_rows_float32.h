@@ -188,6 +188,9 @@ inline float multiplied(int64_t turns, float start) {
     for (int j = 0; j < MOST; j++) sums[j] = times_and(x, x, sums[j]);
   float found = 0;
 #pragma GCC unroll 12
-  for (int j = 0; j < MOST; j++) store_sixteen(numbers, sums[j]), found += numbers[0];
+  for (int j = 0; j < MOST; j++) {
+    store_sixteen(numbers, sums[j]);
+    for (float number : numbers) found += number;  // all, or a compiler leaves out what nobody reads
+  }
   return found;
 }
