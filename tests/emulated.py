@@ -19,7 +19,7 @@ _flags, _pack = processor.cpu_flags, lean_parts._packed_by_torch
 
 # The tests are small: better code would save less time than the compiler takes to make it.
 few_rows.FLAGS.append("-O1")
-few_rows.NUMBERS[torch.bfloat16] = replace(_OURS, flags=("-include", str(HEADER)), uses=frozenset())
+few_rows.NUMBERS[torch.bfloat16] = replace(_OURS, flags=("-include", str(HEADER)), uses=())
 few_rows.cpu_flags = processor.cpu_flags = lambda: _flags() | _OURS.needs
 prepare_model.has_products = lambda dtype: dtype in (torch.float32, torch.bfloat16)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.model.forward import few_rows
 from decode.model.forward.few_rows_layers import FewRowsPass
 from tests.export import needs_few_rows
 from tools import random_decodes
@@ -36,6 +37,7 @@ def test_targets_are_packed_in_all_forms() -> None:
     cpp = "layers in C++, weights packed in C++: "
     assert found["narrow"] == "layers in PyTorch, weights packed in C++: none"
     assert found["float32"] == cpp + "float32"
-    assert found["rounded"] == cpp + "bfloat16"
+    twelve = hasattr(few_rows.library(torch.float32), "pack_twelve_bits")
+    assert found["rounded"] == cpp + ("bfloat16, 12 bits a weight" if twelve else "bfloat16")
     forms = found["quantised"].removeprefix(cpp).split(", ")
     assert set(forms) == {"Q4_1", "Q8_0 or Q5_0", "mixed"}

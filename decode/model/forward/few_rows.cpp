@@ -476,24 +476,32 @@ void layers(const Layer* const* every, const Pass* const* passes, const Number* 
 }
 
 #ifdef __AVX512VBMI2__
-// Plain blocks [count][in / 2][32][2] in 12 bits: y, with heads of this many bytes. Without y, how many
-// these have to be.
-int64_t pack_twelve_bits(const Number* words, int64_t count, int64_t in, int64_t bytes, char* y) {
+// Words of bfloat16 [count][in / 2][outputs][2] in 12 bits: y, with heads of this many bytes. Without y, how
+// many these have to be.
+int64_t pack_twelve_bits(const uint16_t* words, int64_t count, int64_t in, int64_t bytes, char* y) {
+  const int64_t size = in * OUT;
   std::vector<int64_t> others(count);
 #pragma omp parallel for
   for (int64_t i = 0; i < count; i++) {
     uint8_t common[16];
-    if (y) pack_block(words + i * in * 32, in, bytes, y + i * (bytes + in * 48));
-    else others[i] = common_bytes(words + i * in * 32, in, common);
+    if (y) pack_block(words + i * size, size, bytes, y + i * (bytes + size / GROUP * GROUP_BYTES));
+    else others[i] = common_bytes(words + i * size, size, common);
   }
   return y ? bytes : head_bytes(*std::max_element(others.begin(), others.end()));
 }
 
-// The plain blocks that `pack_twelve_bits` packed, of `stride` bytes each.
-void unpack_twelve_bits(const char* blocks, int64_t count, int64_t stride, Number* words) {
-  const int64_t in = (stride - ((const Head*)blocks)->bytes) / 48;
-  for (int64_t i = 0; i < count; i++)
-    each_two_inputs(blocks + i * stride, in, (char*)(words + i * in * 32), [](int64_t, __m512i, __m512i) {});
+// The words that `pack_twelve_bits` packed in blocks of `stride` bytes each.
+void unpack_twelve_bits(const char* blocks, int64_t count, int64_t stride, uint16_t* y) {
+  const int64_t groups = (stride - ((const Head*)blocks)->bytes) / GROUP_BYTES;
+  for (int64_t i = 0; i < count; i++) {
+    Words words;
+    words.begin(blocks + i * stride);
+    for (int64_t group = 0; group < groups; group++, y += GROUP)
+      words.next(group, [&](int n, __m512i some, __m512i more) {
+        _mm512_storeu_si512(y + n * 64, some);
+        _mm512_storeu_si512(y + n * 64 + 32, more);
+      });
+  }
 }
 #endif
 

@@ -6,9 +6,9 @@ of the memory's speed there, and a layer is thirty small operations of Python. T
 same bits for any number of rows.
 
 In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as
-such: half of the memory, and the same products. In bfloat16 they are read in 12 bits where the
-processor has AVX512-VBMI2, with the same products too. Weights of a quantised file are read in its
-form (`quantised_rows`).
+such: half of the memory, and the same products. Where the processor has AVX512-VBMI2, these and
+those of states in bfloat16 are read in 12 bits, with the same products too. Weights of a quantised
+file are read in its form (`quantised_rows`).
 
 The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in
 the user's cache. From then on it needs no compiler. Without a compiler before that, or on a
@@ -69,18 +69,20 @@ class Numbers:
     """What the functions for states in one dtype need.
 
     headers: the file of the dtype, and those that it includes. outputs: of a block of weights.
-    needs: a processor's instructions. uses: those that are used where a processor has them all,
-    with the compiler's flags. leaves_to: with these, PyTorch's products are quicker than ours.
+    needs: a processor's instructions. uses: sets of those that are used where a processor has a
+    whole set, with the compiler's flags. leaves_to: with these, PyTorch's products are quicker than
+    ours.
     """
 
     headers: tuple[Path, ...]
     outputs: int
     needs: frozenset[str]
     flags: tuple[str, ...] = ()
-    uses: frozenset[tuple[str, str]] = frozenset()
+    uses: tuple[dict[str, str], ...] = ()
     leaves_to: str = ""
 
 
+TWELVE_USES = {"avx512vbmi": "-mavx512vbmi", "avx512_vbmi2": "-mavx512vbmi2"}
 NUMBERS = {
     torch.bfloat16: Numbers(
         (
@@ -91,18 +93,19 @@ NUMBERS = {
         outputs=32,
         needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
         flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
-        uses=frozenset({("avx512vbmi", "-mavx512vbmi"), ("avx512_vbmi2", "-mavx512vbmi2")}),
+        uses=(TWELVE_USES,),
         leaves_to="amx_bf16",
     ),
     torch.float32: Numbers(
         (
             SOURCE.with_name("few_rows_float32.h"),
             SOURCE.with_name("few_rows_own_forms.h"),
+            SOURCE.with_name("few_rows_twelve_bits.h"),
             ATTENTION,
         ),
         outputs=16,
         needs=frozenset({"avx2", "fma", "f16c"}),
-        uses=frozenset((f"avx512{x}", f"-mavx512{x}") for x in ("f", "bw", "dq", "vl")),
+        uses=({f"avx512{x}": f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")}, TWELVE_USES),
     ),
 }
 
@@ -172,9 +175,9 @@ def _processor_fits(numbers: Numbers) -> bool:
 
 
 def _more_flags(numbers: Numbers) -> list[str]:
-    """The compiler's flags for `uses`, where the processor has them all."""
-    uses = dict(sorted(numbers.uses))
-    return list(uses.values()) if uses.keys() <= cpu_flags() else []
+    """The compiler's flags for the sets of `uses` that the processor has."""
+    flags = cpu_flags()
+    return [flag for uses in numbers.uses if uses.keys() <= flags for flag in uses.values()]
 
 
 def _loaded(numbers: Numbers) -> ctypes.CDLL:
@@ -248,46 +251,49 @@ def runs(weight: Tensor) -> bool:
 
 def packed_blocks(weight: Tensor) -> Blocks:
     """A weight [out, in] as the functions for its dtype read it, in blocks of outputs. A weight in
-    float32 becomes bfloat16 if that changes no number."""
+    float32 becomes bfloat16 if that changes no number, and bfloat16 takes 12 bits if it can."""
     (out, size), outputs = weight.shape, NUMBERS[weight.dtype].outputs
-    if weight.dtype == torch.bfloat16:
-        blocks = weight.reshape(out // outputs, outputs, size // 2, 2).permute(0, 2, 1, 3)
-        return _in_twelve_bits(blocks) or Blocks.of(blocks)
     half = weight.bfloat16()
-    if torch.equal(half.float(), weight):
-        blocks = half.reshape(out // outputs, 2, outputs // 2, size)
-        return Blocks.of(blocks.permute(0, 3, 2, 1))
-    return Blocks.of(weight.reshape(out // outputs, outputs, size).transpose(1, 2))
+    if weight.dtype == torch.float32 and not torch.equal(half.float(), weight):
+        return Blocks.of(weight.reshape(out // outputs, outputs, size).transpose(1, 2))
+    blocks = half.reshape(out // outputs, outputs, size // 2, 2).permute(0, 2, 1, 3)
+    found = _in_twelve_bits(blocks, weight.dtype)
+    if found is None and weight.dtype == torch.float32:
+        blocks = half.reshape(out // outputs, 2, outputs // 2, size).permute(0, 3, 2, 1)
+    return found or Blocks.of(blocks)
 
 
-def _in_twelve_bits(blocks: Tensor) -> Blocks | None:
-    """Plain blocks in bfloat16 [blocks, in / 2, outputs, 2] in 12 bits. None if the processor lacks
-    the instructions, or if the list of bytes without a code takes most of what that saves."""
-    (count, pairs), found = blocks.shape[:2], library(torch.bfloat16)
-    if not hasattr(found, "pack_twelve_bits") or pairs % 2:
+def _in_twelve_bits(blocks: Tensor, dtype: torch.dtype) -> Blocks | None:
+    """Weights in bfloat16 [blocks, in / 2, outputs, 2] in 12 bits, for states in a dtype. None if
+    the processor lacks the instructions, or if the list of bytes without a code takes most of what
+    that saves."""
+    count, size, found = len(blocks), 2 * blocks.shape[1], library(dtype)
+    words = size * blocks.shape[2]  # of a block
+    if not hasattr(found, "pack_twelve_bits") or words % 128:
         return None
     assert found is not None
-    blocks, size = blocks.contiguous(), 2 * pairs
+    blocks = blocks.contiguous()
     head = found.pack_twelve_bits(blocks.data_ptr(), count, size, 0, None)
-    if head > 8 * size:
+    if head > words // 4:
         return None
-    data = torch.empty(count, head + 48 * size, dtype=torch.uint8)
+    data = torch.empty(count, head + words * 3 // 2, dtype=torch.uint8)
     found.pack_twelve_bits(blocks.data_ptr(), count, size, head, data.data_ptr())
     return Blocks(in_huge_pages(data), TWELVE)
 
 
 def unpacked_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a dtype whose data `packed_blocks` made."""
+    outputs = NUMBERS[dtype].outputs
     if blocks.dtype == torch.uint8:
         found, (count, stride) = library(dtype), blocks.shape
         assert found is not None
-        head = int(blocks[0, 16:20].view(torch.int32))
-        words = torch.empty(count, (stride - head) // 96, 32, 2, dtype=dtype)
+        pairs = (stride - int(blocks[0, 16:20].view(torch.int32))) // (3 * outputs)
+        words = torch.empty(count, pairs, outputs, 2, dtype=torch.bfloat16)
         found.unpack_twelve_bits(blocks.data_ptr(), count, stride, words.data_ptr())
         blocks = words
     if blocks.ndim == 3:
         return blocks.transpose(1, 2).flatten(0, 1)
-    # [blocks, inputs, outputs / 2, 2] of float32, else [blocks, inputs / 2, outputs, 2].
-    rows = blocks.permute(0, 3, 2, 1) if dtype == torch.float32 else blocks.transpose(1, 2)
-    outputs = NUMBERS[dtype].outputs
+    # [blocks, in, outputs / 2, 2], else [blocks, in / 2, outputs, 2].
+    is_half = blocks.shape[2] < outputs
+    rows = blocks.permute(0, 3, 2, 1) if is_half else blocks.transpose(1, 2)
     return rows.reshape(len(blocks) * outputs, -1).to(dtype)

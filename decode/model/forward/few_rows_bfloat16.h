@@ -128,11 +128,22 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
       high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
     }
   };
-  if constexpr (FORM == TWELVE)
-    each_two_inputs(weights[0], in, kept, [&](int64_t k, auto some, auto more) __attribute__((always_inline)) {
-      use(0, k, some, more);
-    });
-  else for (int64_t k = 0; k < in; k += 2)
+#ifdef __AVX512VBMI2__
+  if constexpr (FORM == TWELVE) {
+    Words words;
+    words.begin(weights[0]);
+    for (int64_t group = 0; group < in / 4; group++)
+      words.next(group, [&](int n, auto some, auto more) __attribute__((always_inline)) {
+        const int64_t k = group * 4 + n * 2;
+        if (kept) {
+          _mm512_storeu_si512(kept + k * 64, some);
+          _mm512_storeu_si512(kept + k * 64 + 64, more);
+        }
+        use(0, k, some, more);
+      });
+  } else
+#endif
+  for (int64_t k = 0; k < in; k += 2)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       const char* p = weights[m] + k * (BYTE ? 32 : 64);

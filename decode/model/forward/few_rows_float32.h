@@ -2,8 +2,9 @@
 //
 // Packed weights: [out / 16][in][16] in float32. Or, where every weight is a number of bfloat16,
 // [out / 16][in][8][2] in bfloat16: output i beside output i + 8, so that a shift and a mask make
-// two vectors of float32. That is half of the memory to read, and the same sums. In bytes:
-// [out / 16][in][16] and after them 16 scales in float32. Or in the form of a quantised file.
+// two vectors of float32. That is half of the memory to read, and the same sums. On processors with
+// AVX512-VBMI2 in 12 bits. In bytes: [out / 16][in][16] and after them 16 scales in float32. Or in the
+// form of a quantised file.
 
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
@@ -14,7 +15,7 @@ constexpr int MOST = 6;  // rows whose sums fit into registers
 #endif
 typedef float Floats __attribute__((vector_size(32)));
 
-constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
+constexpr int WHOLE = 0, HALF = 1, BYTES = 2, TWELVE = 10;
 
 // How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1. For one or
 // two rows several blocks are read at once, and the processor finds their way into L2 itself.
@@ -62,18 +63,27 @@ inline void store_sixteen(float* y, Sixteen x) { _mm256_storeu_ps(y, x.low), _mm
 #endif
 
 #include "few_rows_own_forms.h"
+#ifdef __AVX512VBMI2__
+#include "few_rows_twelve_bits.h"
+#endif
+
+constexpr bool is_own(int form) { return form >= FIRST_OWN && form < TWELVE; }
 
 // Blocks at once. Making numbers of codes keeps the units busy too.
 constexpr int together(int64_t rows, int form) {
-  if (form >= FIRST_OWN) return rows <= 2 ? 2 : 1;
+  if (is_own(form)) return rows <= 2 ? 2 : 1;
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
-// Whether the first rows keep the numbers of a block as `WHOLE` has them, for this many rows.
-constexpr bool keeps_numbers(int64_t rows, int form) { return form >= FIRST_OWN && rows > MOST; }
+// Whether the first rows keep the numbers of a block as `WHOLE` has them, for this many rows. Those in 12
+// bits are made faster than kept ones are read.
+constexpr bool keeps_numbers(int64_t rows, int form) { return is_own(form) && rows > MOST; }
 
-inline int64_t block_bytes(const char*, int64_t in, int form) {
-  if (form >= FIRST_OWN) {
+inline int64_t block_bytes(const char* block, int64_t in, int form) {
+#ifdef __AVX512VBMI2__
+  if (form == TWELVE) return ((const Head*)block)->bytes + in / 8 * GROUP_BYTES;
+#endif
+  if (is_own(form)) {
     const OwnForm own = OWN_FORMS[form - FIRST_OWN];
     return in / own.group * group_bytes(own);
   }
@@ -154,6 +164,34 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
     }
 }
 
+#ifdef __AVX512VBMI2__
+template <int N, int M>
+inline void sums_of_twelve_bits(const char* const* weights, const Number* x, int64_t in, float* y) {
+  const __m512i upper = _mm512_set1_epi32(int(0xffff0000));
+  Sixteen found[M][N] = {};
+  Words words[M];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++) words[m].begin(weights[m]);
+  for (int64_t group = 0; group < in / 8; group++)
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++)
+      words[m].next(group, [&](int n, __m512i first, __m512i second) __attribute__((always_inline)) {
+        const __m512i some[] = {_mm512_slli_epi32(first, 16), _mm512_and_si512(first, upper),
+                                _mm512_slli_epi32(second, 16), _mm512_and_si512(second, upper)};
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+          const int64_t k = group * 8 + n * 4 + i;
+#pragma GCC unroll 12
+          for (int j = 0; j < N; j++) add_product(found[m][j], _mm512_castsi512_ps(some[i]), x + j * in + k);
+        }
+      });
+#pragma GCC unroll 12
+  for (int j = 0; j < N; j++)
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) store_sixteen(y + (j * M + m) * 16, found[m][j]);
+}
+#endif
+
 // The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16]. kept: null, or where the weights
 // are stored as `WHOLE` has them.
 template <int N, int M>
@@ -162,6 +200,9 @@ inline void sums(const char* const* weights, int form, const Number* x, int64_t 
     case BYTES: return sums_in<N, M, BYTES>(weights, x, in, y);
     case HALF: return sums_in<N, M, HALF>(weights, x, in, y);
     case WHOLE: return sums_in<N, M, WHOLE>(weights, x, in, y);
+#ifdef __AVX512VBMI2__
+    case TWELVE: return sums_of_twelve_bits<N, M>(weights, x, in, y);
+#endif
 #define SUMS(FORM)                                                                          \
   case FORM:                                                                                \
     if constexpr (M == 1 && 2 * N >= MOST) /* rows are shared out evenly */                 \
