@@ -2,6 +2,7 @@
 counted while it runs."""
 
 import json
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
@@ -19,7 +21,6 @@ from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Killed, Lines, at_batch, die, tiny_trainer
 from train.base.stage import StageWork
-from train.data.corpus import read_answers
 from train.loop.estimates import idle_in_words
 from train.loop.meters.peak_flops import peak_of
 from train.loop.meters.peak_memory import peak_memory, restart_peak
@@ -140,17 +141,43 @@ def test_what_a_training_computed_is_that_of_all_its_starts(tmp_path):
     assert 0 < first["step_seconds"] < trainer.work.seconds < trainer.progress.seconds
 
 
-def test_the_share_of_the_matrix_speed_is_over_the_seconds_of_all_ranks(monkeypatch):
-    """The second rank had half the work of the first one, in half the time, at half the speed."""
-    run: Any = SimpleNamespace(accelerator=None, reporter=Lines(), _product_speed=lambda _: 4e12)
-    others = [(6e12, 3.0, 6e12 / 2e12)]
-    ranks = SimpleNamespace(world=2, gather=lambda mine: [mine, *others])
+def test_the_time_of_a_training_is_shared_by_the_processes_of_now(tmp_path, monkeypatch):
+    seconds: list[float] = []
+    trainer = tiny_trainer(tmp_path, 2)
+    monkeypatch.setattr(trainer.throughput, "add", lambda step, *_: seconds.append(step))
+    several = type("Several", (Accelerator,), {"num_processes": 3})
+    trainer.accelerator = copy(trainer.accelerator)  # that of the trainer alone
+    trainer.accelerator.__class__ = several
+    trainer.fit()
+    assert trainer.work.seconds == pytest.approx(sum(seconds))
+    several.num_processes = 6
+    assert trainer.work.seconds == pytest.approx(sum(seconds) / 2)
+
+
+@pytest.mark.parametrize(
+    ("speed", "other", "others_speed", "reached"),
+    [
+        (4e12, (6e12, 3.0), 2e12, (3.0, 0.5)),
+        (4e12, (0.0, 0.0), 4e12, (2.0, 0.25)),
+        (0.0, (0.0, 0.0), 4e12, None),  # one of them could not measure it
+        (4e12, (0.0, 0.0), 0.0, None),
+    ],
+)
+def test_the_speed_is_that_of_all_ranks_until_the_last_is_done(
+    monkeypatch, speed, other, others_speed, reached
+):
+    others = iter([other, others_speed])
+    ranks = SimpleNamespace(gather=lambda mine: [mine, next(others)])
     monkeypatch.setattr(Ranks, "of", lambda accelerator: ranks)
+    run: Any = SimpleNamespace(accelerator=None, reporter=Lines(), _matrix_speed=lambda _: speed)
     figures = Run._speed_reached(run, StageWork(torch.float32, 12e12, 6.0))
-    assert figures == {"model_tflops_per_second": 4.0, "matrix_speed_share": 6 / 9}
-    assert run.reporter.lines == ["  4 model TFLOP/s, 67% of the matrix speed measured here"]
-    others[0] = (0.0, 0.0, 0.0)
-    assert Run._speed_reached(run, None) == {}
+    assert tuple(figures.values()) == (reached or ())
+    assert ("matrix speed" in str(run.reporter)) == (reached is not None)
+
+
+def test_a_matrix_speed_that_cannot_be_measured_is_not_known():
+    run: Any = SimpleNamespace(_rank_device=torch.device("cpu"))
+    assert Run._matrix_speed(run, torch.bits8) == 0  # there are no products in it
 
 
 def test_devices_are_known_by_the_words_of_their_names():
@@ -233,23 +260,17 @@ def test_the_work_of_a_cache_is_what_its_passes_need(tmp_path, kind):
     assert run_stage(context, stage).work.flops == 0  # its parts are there
 
 
-def test_the_work_of_answers_reads_equal_prompts_once(context):
+def test_the_work_of_answers_is_what_passes_over_their_whole_texts_need(context):
     target = context.target
     settings = {"samples": 2, "sampling": {"temperature": 1.5}, "max_new_tokens": 6}
     work = run_stage(context, make_stage("generate", "answers", **settings)).work
-    counter = FlopCounterMode(display=False)
+    counter, texts = FlopCounterMode(display=False), [*context.corpus.samples("answers")]
     with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():
-        texts = [sample.tokens for sample in context.corpus.samples("answers")]
         for text in texts:
-            target.model.base_model(torch.tensor([text]))
-    layers = counter.get_total_flops()
-    with sdpa_kernel(SDPBackend.MATH), counter, torch.no_grad():
-        for prompt in context.corpus.prompts(context.corpus.examples["train"]):
-            target.model.base_model(torch.tensor([prompt]))
-    answered = sum(len(x["tokens"]) for x in read_answers(context.earlier["answers"]))
-    logits = 2 * answered * target.model.get_output_embeddings().weight.numel()
+            # All tokens but those of the prompt have logits.
+            target.model(torch.tensor([text.tokens]), logits_to_keep=sum(text.mask))
     assert len(texts) == 20
-    assert work.flops == pytest.approx(layers - counter.get_total_flops() + logits, rel=0.02)
+    assert work.flops == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 # --- memory ---------------------------------------------------------------------------------------

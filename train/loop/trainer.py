@@ -210,7 +210,7 @@ class Trainer:
                 seconds = time.perf_counter() - begin - progress.seconds
                 progress.seconds += seconds
                 flops = current.flops(self.task.flops, range(first, progress.batch))
-                progress.step_seconds += seconds
+                progress.step_seconds += seconds * self.accelerator.num_processes
                 progress.flops += flops
                 self.throughput.add(seconds, progress.tokens - tokens, flops)
                 if self.profiler is not None:
@@ -236,10 +236,10 @@ class Trainer:
 
     @property
     def work(self) -> StageWork:
-        """This process's part of what all steps computed."""
-        progress, accelerator = self.progress, self.accelerator
-        dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
-        return StageWork(dtype, progress.flops / accelerator.num_processes, progress.step_seconds)
+        """An equal part, for each of today's processes, of what all steps computed."""
+        progress, world = self.progress, self.accelerator.num_processes
+        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
+        return StageWork(dtype, progress.flops / world, progress.step_seconds / world)
 
     def done_share(self, step: int) -> float:
         """The share of the training that is done at a step: of its steps, or of its time."""

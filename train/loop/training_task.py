@@ -52,7 +52,7 @@ class TrainingProgress:
     history: figures of logged steps. dev: figures of `TrainingTask.measure`. best: {step, figure,
     value} of the best version so far. seconds: total wall time. time_share: the share of
     `max_minutes` that is over, the same on all ranks. step_seconds, flops: of the steps alone, and
-    of all ranks. clock: the measured seconds by activity.
+    summed over all ranks. clock: the measured seconds by activity.
     skipped: the steps that were not taken, as their loss or gradient was not finite. last_skipped:
     {step, figures, samples} of the last of them: the names of these figures, and the samples' ids.
     """

@@ -15,7 +15,7 @@ runs/NAME/config.json          the resolved config
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -488,22 +488,24 @@ class Run:
         self.accelerator.wait_for_everyone()
         return outcome
 
-    @cached_property
-    def _product_speed(self) -> Callable[[torch.dtype], float]:
-        """The measured matrix speed in a dtype: each is measured once."""
-        return cache(partial(product_speed, self._rank_device))
+    def _matrix_speed(self, dtype: torch.dtype) -> float:
+        """Of this rank, measured once per start. 0 if that fails, for example without memory: a
+        finished stage must not fail with it."""
+        with suppress(RuntimeError):
+            return _product_speed(self._rank_device, dtype)
+        return 0.0
 
     def _speed_reached(self, work: StageWork | None) -> dict[str, float]:
-        """The FLOP/s of a stage, of all ranks, and their share of the matrix speed that these ranks
-        measure together. {} if its FLOPs are not known. Also says them."""
-        ranks = Ranks.of(self.accelerator)
-        mine = (0.0, 0.0, 0.0)
-        if work is not None and work.flops:
-            mine = work.flops, work.seconds, work.flops / self._product_speed(work.dtype)
-        flops, seconds, at_full_speed = map(sum, zip(*ranks.gather(mine), strict=True))
-        if not flops:
+        """The FLOP/s of all ranks until the last one ends a stage, and their share of the matrix
+        speed that all ranks measure together. {} if one of both is not known. Also says them."""
+        if work is None:
             return {}
-        speed, share = ranks.world * flops / seconds / 1e12, at_full_speed / seconds
+        ranks = Ranks.of(self.accelerator)
+        flops, seconds = zip(*ranks.gather((work.flops, work.seconds)), strict=True)
+        if not sum(flops) or not all(limits := ranks.gather(self._matrix_speed(work.dtype))):
+            return {}
+        speed = sum(flops) / max(seconds) / 1e12
+        share = 1e12 * speed / sum(limits)
         self.reporter.say(
             f"  {speed:.3g} model TFLOP/s, {format_share(share)} of the matrix speed measured here"
         )
@@ -522,6 +524,9 @@ class Run:
         """Delete the checkpoints of a finished stage: nothing reads them again."""
         if self.accelerator.is_main_process and (stage / CHECKPOINTS).is_dir():
             remove_directory(stage / CHECKPOINTS)
+
+
+_product_speed = cache(product_speed)
 
 
 def _without_zone(time: str) -> datetime:

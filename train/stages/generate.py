@@ -394,7 +394,8 @@ class GenerateStage(Stage[GenerateConfig]):
         bar: Bar,
     ) -> tuple[list[list[int]], dict[int, dict[int, Tensor]]]:
         """The answers, and the hidden states of each row that later stages ask for. They lack
-        that of a text's last token if it ends a grammar's text or fills the target's context."""
+        that of a text's last token if it ends a grammar's text or fills the target's context. Each
+        answer's FLOPs include its whole prompt, also where equal prompts are read once."""
         config, target = self.config, self.target
         answers: list[list[int]] = []
         states: dict[int, dict[int, Tensor]] = {}
@@ -440,10 +441,8 @@ class GenerateStage(Stage[GenerateConfig]):
             settings=settings,
         )
         lengths = [len(x) + len(y) for x, y in zip(prompts, decoded.outputs, strict=True)]
-        # Equal prompts come one after the other, and are read once.
-        again = [len(prompt) for last, prompt in itertools.pairwise(prompts) if prompt == last]
         rule, tokens = pass_flops(target, target.vocab_size), sum(map(len, decoded.outputs))
-        self._work.flops += flops_of(rule, lengths, tokens) - flops_of(rule, again, 0)
+        self._work.flops += flops_of(rule, lengths, tokens)
         return decoded.outputs, states
 
 
