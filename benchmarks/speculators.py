@@ -39,7 +39,6 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.shared.child_job import run_job
 from benchmarks.shared.timed_steps import measure_steps
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
@@ -53,6 +52,7 @@ from draftsmith.export.export_directory import export_drafter
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.options import Eagle3Options
+from tools.child_job import run_job
 from train.data.read import read_examples
 from train.engines.child_process import model_directory, package_version
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.shared.child_job import run_job
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.loop.decoding import Decoder
@@ -36,6 +35,7 @@ from tests.export import (
 )
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, save_tiny, tiny_model, with_noise
+from tools.child_job import run_job
 from train.engines.child_process import serving, start_process, stop_process
 from train.measure.same_text import identical
 
@@ -228,7 +228,7 @@ def test_a_child_that_fails_says_why(python: Path) -> None:
 def test_a_child_that_hangs_is_ended_with_its_own(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.shared.child_job.HANG_SECONDS", 3.0)
+    monkeypatch.setattr("tools.child_job.HANG_SECONDS", 3.0)
     python.write_text(
         "import os, pathlib, time\n"
         "child = os.fork()\n"

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks import speculators
-from benchmarks.shared.child_job import run_job
 from decode.model.loading import Target, load_target
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
@@ -20,6 +19,7 @@ from heads.layers.unrolled_attention import causal_attention
 from tests.export import KEPT, make_heads, require_environment, save_target
 from tests.mtp_targets import save_mtp_target
 from tests.tiny import VOCAB, save_tiny
+from tools.child_job import run_job
 from train.engines.child_process import package_version
 
 LIBRARY, CHILD = "speculators", Path(__file__).with_name("speculators_child.py")

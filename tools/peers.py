@@ -20,11 +20,11 @@ from torch import Tensor
 
 from benchmarks import speculators
 from benchmarks.common import describe_machine
-from benchmarks.shared.child_job import run_job
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import TeacherLogits
 from tests.export import save_target
 from tests.tiny import VOCAB
+from tools.child_job import run_job
 from train.engines.child_process import package_version
 
 CHILD = Path(__file__).with_name("peers_child.py")
