@@ -227,7 +227,7 @@ def assert_kept(context: StageInputs, server: dict[str, Any], settings: dict[str
         answer(context, name="ours")
         assert tokens(context) == tokens(context, "ours")
     lengths = {*map(len, tokens(context))}
-    assert min(lengths) < 3 < 12 == max(lengths)
+    assert min(lengths) < 3 < max(lengths) <= 12  # vLLM draws other texts each time
     outcome, states = cached(context, cache_stage())
     assert outcome.summary["tokens_scored"] == 0
     assert_those_of_whole_texts(context, states, 2048)
