@@ -258,8 +258,9 @@ def cost_table(costs: dict[str, dict[str, float]]) -> Table:
 def limit_table(limits: dict[str, Any]) -> Table:
     rows = [
         (
-            str(row["tokens"]),
-            *(f"{row[key]:.2f}" for key in ("ms", "limit_ms")),
+            str(row["fed"]),
+            f"{row['ms']:.2f}",
+            f"{row['ms'] * row['of_limit']:.2f}",
             f"{row['of_limit']:.0%}",
             f"{row['cost']:.2f}",
         )

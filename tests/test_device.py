@@ -378,6 +378,21 @@ def test_times_are_taken_on_the_device_that_computes(monkeypatch: pytest.MonkeyP
 # --- training -------------------------------------------------------------------------------------
 
 
+def waits_of_training(steps: Callable[[Callable[[Any], Any]], Iterator[Tensor]]) -> list[Wait]:
+    """The waits of the second step of a training; the first one uploads the frequencies of rotary
+    positions. Its loss is that of the CPU. steps: the losses of a training whose modules a function
+    moves to the device."""
+    expected = next(steps(lambda module: module))
+    with simulated_device() as device:
+        on_device = steps(device.move)
+        next(on_device)
+        before = len(device.waits)
+        loss: Any = next(on_device)
+        waits = device.waits[before:]
+    assert loss.held == pytest.approx(expected.item())
+    return waits
+
+
 @pytest.mark.parametrize(("kind", "depths"), [("eagle1", 1), ("eagle3", 3), ("mtp", 3)])
 def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> None:
     """For the number of tokens that are predicted there, whatever is selected by it; and once for
@@ -386,7 +401,7 @@ def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> No
     ids, answered = torch.arange(24).view(2, 12), torch.arange(12).expand(2, 12) > 3
     states = torch.randn(2, 12, tiny_model("llama", layers=LAYERS).config.hidden_size)
 
-    def steps(move: Callable[[Any], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+    def steps(move: Callable[[Any], Any]) -> Iterator[Tensor]:
         target = move(tiny_model("llama", layers=LAYERS))
         drafter: Any = headed(kind)(target, move)
         losses = WeightedLoss({"forward_kl": 1.0, "cross_entropy": 0.1})
@@ -396,16 +411,9 @@ def test_a_training_step_waits_once_for_each_depth(kind: str, depths: int) -> No
         while True:
             torch.manual_seed(1)
             weights = training.heads.loss_weights(0.0)
-            yield training(ids.to(device), answered.to(device), features, weights)
+            yield training(ids.to(device), answered.to(device), features, weights)[0]
 
-    expected, _ = next(steps(lambda module: module))
-    with simulated_device() as device:
-        on_device = steps(device.move)
-        next(on_device)  # uploads the frequencies of rotary positions
-        before = len(device.waits)
-        loss: Any = next(on_device)[0]
-        waits = device.waits[before:]
-    assert loss.held == pytest.approx(expected.item())
+    waits = waits_of_training(steps)
     moved = [wait for wait in waits if wait.kind == "upload"]
     assert len(moved) == 2, moved  # ids and mask, which a trainer copies from pinned memory
     selected = ["nonzero"] * depths + ["copy"] * (depths > 1)
@@ -435,16 +443,8 @@ def test_a_step_that_trains_the_target_waits_as_a_distillation_does(with_heads: 
             torch.manual_seed(1)  # EAGLE-1 adds noise
             yield module(**batch, **(weighed if with_heads else exits))[0]
 
-    expected = next(steps(lambda module: module))
-    with simulated_device() as device:
-        on_device = steps(device.move)
-        next(on_device)
-        before = len(device.waits)
-        loss: Any = next(on_device)
-        waits = device.waits[before:]
-    assert loss.held == pytest.approx(expected.item())
     selected = ["_local_scalar_dense", "nonzero"] + ["nonzero"] * with_heads
-    assert [wait.operation for wait in waits] == selected
+    assert [wait.operation for wait in waits_of_training(steps)] == selected
 
 
 def test_a_distillation_step_waits_twice_for_each_model() -> None:
@@ -462,12 +462,5 @@ def test_a_distillation_step_waits_twice_for_each_model() -> None:
         while True:
             yield distillation(**batch, teacher=teacher.signal(**batch, ids=[]))[0]
 
-    expected = next(steps(lambda module: module))
-    with simulated_device() as device:
-        on_device = steps(device.move)
-        next(on_device)
-        before = len(device.waits)
-        loss: Any = next(on_device)
-        waits = device.waits[before:]
-    assert loss.held == pytest.approx(expected.item())
+    waits = waits_of_training(steps)
     assert [wait.operation for wait in waits] == ["_local_scalar_dense", "nonzero"] * 2

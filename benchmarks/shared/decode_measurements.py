@@ -32,15 +32,15 @@ from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
-from train.measure.machine import Limit, product_speed, read_speed, register_speed
+from train.measure.machine import Limit, passes_beside, product_speed, read_speed, register_speed
 from train.measure.same_text import identical
-from train.measure.time_passes import finish, pass_seconds
+from train.measure.time_passes import finish
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
 # Passes beside the machine's limit.
-ROOF_CONTEXT, ROOF_TURNS = 100, 40
-ROOF_WIDTHS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 48, 64)
+CONTEXT, TURNS = 100, 40
+WIDTHS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 48, 64)
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
 
 
@@ -255,22 +255,10 @@ def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, d
 
 
 def pass_limits(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what passes of a model take beside what this machine allows: the speeds that were
-    measured, and by the number of tokens fed after a text of ROOF_CONTEXT tokens the ms of a pass,
-    those of its limit, the share of it that the pass reaches, and the cost in passes over one."""
-    lm, kind = CachedLM(model), (model.device, model.dtype)
+    """Return what this machine can do at most, as it was measured, and what passes of a model take
+    beside that (`passes_beside`)."""
+    kind = model.device, model.dtype
     multiplies = register_speed(*kind) or product_speed(*kind)
     limit = Limit.of(model, read_speed(model.device), multiplies)
-    widths = [width for width in ROOF_WIDTHS if ROOF_CONTEXT + width <= lm.max_positions]
-    seconds = pass_seconds(lm, ROOF_CONTEXT, widths, turns=ROOF_TURNS) if widths else {}
-    rows = [
-        {
-            "tokens": width,
-            "ms": 1000 * taken,
-            "limit_ms": 1000 * limit.seconds(width),
-            "of_limit": limit.seconds(width) / taken,
-            "cost": taken / seconds[1],
-        }
-        for width, taken in seconds.items()
-    ]
-    return {**asdict(limit), "context": ROOF_CONTEXT, "passes": rows}
+    rows = passes_beside(limit, CachedLM(model), CONTEXT, WIDTHS, turns=TURNS)
+    return {**asdict(limit), "context": CONTEXT, "passes": rows}

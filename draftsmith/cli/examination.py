@@ -38,9 +38,10 @@ from train.measure.machine import (
     describe_gpus,
     describe_kernels,
     dtype_speeds,
+    passes_beside,
     read_speed,
 )
-from train.measure.time_passes import pass_seconds, prefill_seconds, weight_bytes
+from train.measure.time_passes import prefill_seconds, weight_bytes
 
 # Packages that are used if they are installed.
 OPTIONAL = (
@@ -217,26 +218,7 @@ def _load(spec: str | None, dtype: str, device: str, loaded: list[Any]) -> dict[
 
 
 def _passes(lm: CachedLM, context: int, limit: Limit | None, budget: float) -> list[dict[str, Any]]:
-    """A row for each number of tokens fed after a text of `context` tokens. limit: None if it could
-    not be measured. budget: as for `pass_seconds`.
-
-    of_limit: the least time that the machine allows, as a share of the pass's. cost: in passes over
-    one token. highest_speedup: if all draft tokens are accepted and drafting
-    is free.
-    """
-    widths = [width for width in WIDTHS if context + width <= lm.max_positions]
-    seconds = pass_seconds(lm, context, widths, turns=TURNS, budget=budget)
-    return [
-        {
-            "context": context,
-            "fed": width,
-            "ms": 1e3 * seconds[width],
-            "of_limit": limit.seconds(width) / seconds[width] if limit else None,
-            "cost": seconds[width] / seconds[1],
-            "highest_speedup": width * seconds[1] / seconds[width],
-        }
-        for width in widths
-    ]
+    return passes_beside(limit, lm, context, WIDTHS, turns=TURNS, budget=budget)
 
 
 def _prefill(lm: CachedLM, longest: int) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What the machine can do: its GPUs, its dtypes, its speed, and the kernels that a model gets."""
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +21,7 @@ from decode.model.forward.prepare_model import (
 )
 from decode.model.forward.quantised_rows import NAMES
 from decode.model.loading import DTYPES
-from train.measure.time_passes import seconds_by_turns, weight_bytes, weight_count
+from train.measure.time_passes import pass_seconds, seconds_by_turns, weight_bytes, weight_count
 
 GIB = 2**30
 # Bytes that are read to measure the memory: far more than caches hold.
@@ -124,6 +126,39 @@ class Limit:
         """Of a pass over so many tokens, of all rows together."""
         reading = self.nbytes / self.read_speed
         return max(reading, 2 * self.weights * tokens / self.multiply_speed)
+
+
+def passes_beside(
+    limit: Limit | None,
+    lm: CachedLM,
+    context: int,
+    widths: Sequence[int],
+    *,
+    turns: int,
+    budget: float = math.inf,
+) -> list[dict[str, Any]]:
+    """A row for each number of tokens fed after a text of `context` tokens, of those that the
+    model's context has room for. limit: None if it could not be measured. turns, budget: as for
+    `pass_seconds`. widths: with a 1, first.
+
+    of_limit: the least time that the machine allows, as a share of the pass's. cost: in passes over
+    one token. highest_speedup: if all draft tokens are accepted and drafting is free.
+    """
+    widths = [width for width in widths if context + width <= lm.max_positions]
+    if not widths:
+        return []
+    seconds = pass_seconds(lm, context, widths, turns=turns, budget=budget)
+    return [
+        {
+            "context": context,
+            "fed": width,
+            "ms": 1e3 * seconds[width],
+            "of_limit": limit.seconds(width) / seconds[width] if limit else None,
+            "cost": seconds[width] / seconds[1],
+            "highest_speedup": width * seconds[1] / seconds[width],
+        }
+        for width in widths
+    ]
 
 
 def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:
