@@ -20,6 +20,7 @@ from decode.tree_structure import (
     counts_by_depth,
     counts_of_children,
     path_of,
+    with_root,
 )
 
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
@@ -218,6 +219,7 @@ class Draft:
     asked: Sequence[Asked] = field(default=(), kw_only=True)
     went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
+    _fed: tuple[Tensor, Tensor] | None = field(default=None, repr=False, kw_only=True)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
     _children: Tensor | None = field(default=None, repr=False)
@@ -379,6 +381,13 @@ class Draft:
                 ancestors = torch.as_tensor(ancestors_of(self.parents_on_host()))
                 self._ancestors = to_device(ancestors, self.tokens.device)
         return self._ancestors
+
+    def fed(self) -> tuple[Tensor, Tensor]:
+        """Of the last committed token and the nodes of a tree: which of them each one may see, bool
+        [B, N+1, N+1], and how many places each one is behind that token, int64 [B, N+1]."""
+        if self._fed is None:
+            self._fed = with_root(self.ancestors())
+        return self._fed
 
     def children(self) -> Tensor:
         """int64 [B, N+1, K], K ≥ 1: row r lists the valid children of node r−1 in order (row 0: of

@@ -38,6 +38,15 @@ def grown_ancestors(ancestors: Tensor | None, parents: Tensor) -> Tensor:
     return seen
 
 
+def with_root(ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [B, N+1, N+1]: `ancestors_of` trees whose root comes first, as a token that every node
+    sees; and int64 [B, N+1], how deep each token is."""
+    # Not `torch.nn.functional.pad`, whose checks take longer.
+    seen = torch.constant_pad_nd(ancestors, (1, 0, 1, 0))
+    seen[:, :, 0] = True
+    return seen, seen.sum(2) - 1
+
+
 def path_of(ancestors: Tensor, nodes: Tensor) -> Tensor:
     """int64 [B, N]: node nodes[b], int64 [B], and its ancestors, from the root down. Entries past
     its depth are padding. −1 means the root, which has an empty path."""

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.base.device import dtype_name, to_device
+from decode.base.device import dtype_name, reads_are_free, to_device
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.draw.logits import LogitsProcessor, change
-from decode.draw.sampling import Sampling, argmax
+from decode.draw.sampling import Sampling
+from decode.draw.top import peaks
 from decode.model.cache.real_tokens import Listed
 
 
@@ -56,6 +57,7 @@ class Scores:
             logits, self.failed = change(logits, sampling, processors, guides, answers, *text)
         self._logits = logits
         self._probs: Tensor | None = None
+        self._found: tuple[Tensor, Tensor] | None = None
 
     @property
     def raw(self) -> Tensor:
@@ -76,7 +78,7 @@ class Scores:
         `draw` draws with these numbers, [B, R]."""
         logits = self._logits
         if numbers is None:
-            return logits.each(argmax) if isinstance(logits, Listed) else argmax(logits)
+            return self._peaks()[0]
         if not isinstance(logits, Listed):
             return draw(self.sampling, logits, numbers)
         real = logits.real
@@ -103,15 +105,21 @@ class Scores:
         """[B, V]: the processed logits at one position of each row, int64 [B]."""
         return self.logits[torch.arange(len(positions), device=positions.device), positions]
 
+    def _peaks(self) -> tuple[Tensor, Tensor]:
+        """[B, R] each; see `peaks`."""
+        if self._found is None:
+            logits = self._logits
+            if isinstance(logits, Listed):
+                places, most = peaks(logits.values)
+                self._found = logits.real.padded(places), logits.real.padded(most)
+            else:
+                self._found = peaks(logits)
+        return self._found
+
     def peaks_at(self, positions: Tensor) -> Tensor:
         """[B, P]: the largest processed logit at some positions of each row, int64 [B, P]. It is
         not finite if the model's logits are NaN or the processors mask all tokens."""
-        if isinstance(self._logits, Listed):
-            return self._logits.each(lambda values: values.amax(-1)).gather(1, positions)
-        if positions.shape[1] >= self.logits.shape[1]:
-            return self.logits.amax(-1).gather(1, positions)
-        rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
-        return self.logits[rows_B1, positions].amax(-1)
+        return self._peaks()[1].gather(1, positions)
 
 
 @dataclass(eq=False, repr=False)
@@ -152,13 +160,11 @@ class Decision:
             torch.where(rows, other.next_token, self.next_token),
         )
 
-    def packed(self, draft: Draft, scores: Scores) -> Tensor:
-        """int64 [B, 4 + 2 D + N]: accepted, reached, the next token, whether the logits after the
-        text and after each node of the path are finite, the path, and the draft's tokens. All that
-        the host reads in a step."""
-        finite = scores.peaks_at(_positions(self.path)).isfinite()
-        figures = torch.stack([self.accepted, self.reached, self.next_token], 1)
-        return torch.cat([figures, finite, self.path, draft.tokens], 1)
+    @property
+    def positions(self) -> Tensor:
+        """int64 [B, D+1]: the positions along the path, first the one after the committed text."""
+        # Not `torch.nn.functional.pad`, whose checks take longer.
+        return torch.constant_pad_nd(self.path + 1, (1, 0))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -166,8 +172,9 @@ class Verdict:
     """What a rule decided about a draft, on the host.
 
     draft: the draft. scores: the target's logits after the text and after each node.
-    path: int64 [B, D] on the device, the accepted nodes by depth. Past accepted[b] it is padding.
-    nodes: int64 [B, D], `path` on the host.
+    positions: int64 [B, D+1] on the device, the positions of `scores` along the accepted path,
+        first the one after the committed text. Past accepted[b] they are padding.
+    nodes: int64 [B, D], the accepted nodes by depth.
     tokens: int64 [B, N], the tokens of the draft on the host.
     accepted: int [B], the number of accepted draft tokens.
     reached: int [B], the number of judged draft positions whose predecessors were all accepted.
@@ -179,7 +186,7 @@ class Verdict:
 
     draft: Draft
     scores: Scores
-    path: Tensor
+    positions: Tensor
     nodes: np.ndarray
     tokens: np.ndarray
     accepted: np.ndarray
@@ -191,22 +198,30 @@ class Verdict:
     @classmethod
     def read(cls, draft: Draft, scores: Scores, decision: Decision) -> "Verdict":
         """The decision of a rule, copied to the host in one transfer."""
-        host, depth = decision.packed(draft, scores).cpu().numpy(), decision.path.shape[1]
-        accepted, reached, following = host[:, :3].T
-        end = 4 + 2 * depth
-        finite, nodes, tokens = host[:, 3 : 4 + depth], host[:, 4 + depth : end], host[:, end:]
+        positions, depth = decision.positions, decision.path.shape[1]
+        is_finite, every = scores.peaks_at(positions).isfinite(), draft.tokens
+        if reads_are_free(positions.device):
+            accepted, reached = decision.accepted.numpy(), decision.reached.numpy()
+            following, finite = decision.next_token.numpy(), is_finite.numpy()
+            nodes, tokens = decision.path.numpy(), every.numpy()
+        else:
+            figures = torch.stack([decision.accepted, decision.reached, decision.next_token], 1)
+            parts = figures, is_finite, decision.path, every
+            host = torch.cat(parts, 1).cpu().numpy()
+            accepted, reached, following = host[:, :3].T
+            finite, nodes, tokens = np.split(host[:, 3:], [depth + 1, 2 * depth + 1], 1)
         block, broken = following[:, None], finite[:, 0] == 0
         lost = broken
         if depth:  # plain decoding has time for few operations
-            row = np.arange(len(host))
-            block = np.zeros((len(host), depth + 1), dtype=np.int64)
+            row = np.arange(len(accepted))
+            block = np.zeros((len(row), depth + 1), dtype=np.int64)
             block[:, :depth] = tokens[row[:, None], nodes]
             block[row, accepted] = following
             broken = ((finite == 0) & (np.arange(depth + 1) <= accepted[:, None])).any(1)
         return cls(
             draft=draft,
             scores=scores,
-            path=decision.path,
+            positions=positions,
             nodes=nodes,
             tokens=tokens,
             accepted=accepted,
@@ -226,7 +241,7 @@ class Verdict:
         return cls(
             draft=draft,
             scores=Scores(torch.zeros(rows, 1, 1) if logits is None else logits, Sampling()),
-            path=draft.tokens,
+            positions=torch.zeros(rows, 1, dtype=torch.int64, device=device),
             nodes=empty,
             tokens=empty,
             accepted=zeros,
@@ -236,13 +251,8 @@ class Verdict:
             lost=no,
         )
 
-    def positions(self) -> Tensor:
-        """int64 [B, D+1] on the device: the positions of `scores` along the path, first the one
-        after the committed text. Past accepted[b] they are padding."""
-        return _positions(self.path)
-
     def columns(self) -> np.ndarray:
-        """`positions` on the host: the columns of the last forward that stay in the cache."""
+        """The positions on the host: the columns of the last forward that stay in the cache."""
         columns = np.zeros_like(self.block)
         columns[:, 1:] = self.nodes + 1
         return columns
@@ -250,7 +260,7 @@ class Verdict:
     def problem(self, row: int, where: str) -> UserError:
         """The error of a broken row: it says whether the model or a logits processor is the
         cause. row: an index. where: the place in the decode."""
-        on_path = self.positions()[row, : int(self.accepted[row]) + 1]
+        on_path = self.positions[row, : int(self.accepted[row]) + 1]
         if not self.scores.raw[row, on_path].amax(-1).isfinite().all():
             dtype = dtype_name(self.scores.raw.dtype)
             return UserError(
@@ -272,8 +282,3 @@ def failure(what: str, where: str, error: Exception) -> UserError:
     wrapped = UserError(f"{what} fails {where}: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped
-
-
-def _positions(path: Tensor) -> Tensor:
-    # Not `torch.nn.functional.pad`, whose checks take longer.
-    return torch.constant_pad_nd(path + 1, (1, 0))

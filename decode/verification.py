@@ -162,6 +162,7 @@ class Verification(Outcome, Verdict):
         by_depth = draft.nodes_by_depth()
         # A policy that stopped a draft has seen the logits of one more token.
         looked = [values.shape[1] for values in signals.values()]
+        levels = int(by_depth.any(0).sum()) if by_depth.size else 0
         return cls(
             **{**vars(verdict), **vars(outcome)},
             contexts=contexts,
@@ -173,7 +174,7 @@ class Verification(Outcome, Verdict):
             nodes_by_depth=by_depth,
             fed=len(rows) + int(draft.sizes.sum()) if fed is None else fed,
             fed_beside=fed_beside,
-            draft_steps=max([draft.went, int(by_depth.any(0).sum()), *looked]),
+            draft_steps=max([draft.went, levels, *looked]),
             features=features,
             previous_features=previous_features,
             seconds=seconds or Seconds(),
@@ -225,7 +226,7 @@ class Verification(Outcome, Verdict):
 
     def release(self) -> None:
         """Drop the tensors and the texts. The figures stay."""
-        del self.draft, self.scores, self.path, self.tokens, self.contexts
+        del self.draft, self.scores, self.positions, self.tokens, self.contexts
         self.features = self.previous_features = None
 
     def longest(self) -> np.ndarray:

@@ -64,8 +64,7 @@ class Eagle1Heads(EagleHeads):
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
-        dtype = self.dtype
-        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
+        embedded = self.embeddings(tokens).to(states.dtype)
         turns = self._rotary(positions, states)
         mixed = self.fc(torch.cat([embedded, states], -1))
         (layer,) = self.layers

@@ -91,8 +91,7 @@ class Eagle3Heads(EagleHeads):
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
-        dtype = self.dtype
-        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
+        embedded = self.embeddings(tokens).to(states.dtype)
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)

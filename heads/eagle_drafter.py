@@ -89,7 +89,7 @@ class _Growth(Growth):
             )
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
             states = self.states[rows_B1, self.parents + 1]  # the root's are the first
-            positions = (self.first_B1 + self.depth - 1).expand(-1, count)
+            positions = (self.first_B1 + (self.depth - 1)).expand(-1, count)
             self._feed(states, self.fed[:, before:], positions, attend)
         real, states = self.drafter.slots.real, self.states[:, -count:]
         if real is None or real.width != count:

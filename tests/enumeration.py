@@ -275,7 +275,7 @@ class _Probe:
         below = self._next_cdf(draft_of, accept)
         verdict = self._judge(draft_of)(accept, np.zeros(len(draft_of)))
         weight, following = weight[draft_of, pattern_of], np.diff(below, axis=1)
-        paths, accepted = verdict.path.numpy(), verdict.accepted
+        paths, accepted = verdict.nodes, verdict.accepted
         for row, draft in enumerate(self.tokens[draft_of]):
             path = tuple(int(draft[node]) for node in paths[row, : accepted[row]])
             yield path, following[row], float(weight[row])
@@ -295,7 +295,7 @@ class _Probe:
         def ends(at: np.ndarray | float) -> np.ndarray:
             accept[places] = at
             verdict = judge(accept, np.zeros(len(accept)))
-            path = verdict.path.numpy()
+            path = verdict.nodes
             inside = np.arange(path.shape[1]) < verdict.accepted[:, None]
             # The accepted nodes as a number; they are fewer than eight.
             return (np.where(inside, path + 1, 0) * 8 ** np.arange(path.shape[1])).sum(1)

@@ -744,7 +744,7 @@ def some_rows(done: Verification, count: int) -> Verification:
         contexts=Contexts(done.contexts.tokens[:count], done.contexts.lengths[:count]),
         lengths=done.lengths[:count],
         scores=SimpleNamespace(raw=done.scores.raw[:count]),  # type: ignore[arg-type]
-        path=done.path[:count],
+        positions=done.positions[:count],
         accepted=done.accepted[:count],
         reached=done.reached[:count],
         broken=done.broken[:count],

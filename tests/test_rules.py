@@ -213,7 +213,7 @@ class Exact:
 
     def texts(self, verdict: Verification) -> list[tuple[int, ...]]:
         """The tokens that each row emits."""
-        paths = self.draft.tokens.gather(1, verdict.path).tolist()
+        paths = np.take_along_axis(self.draft.tokens.numpy(), verdict.nodes, 1).tolist()
         each = zip(paths, verdict.accepted.tolist(), verdict.next_token.tolist(), strict=True)
         return [(*path[:accepted], following) for path, accepted, following in each]
 
@@ -297,7 +297,7 @@ def only(draft: Draft, row: int) -> Draft:
 
 def outcome(verdict: Verification, row: int) -> tuple[list[int], int, int]:
     accepted = int(verdict.accepted[row])
-    path = verdict.path[row, :accepted].tolist()
+    path = verdict.nodes[row, :accepted].tolist()
     return path, int(verdict.reached[row]), int(verdict.next_token[row])
 
 

@@ -17,8 +17,8 @@ from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw import sampling
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling, argmax, draw, draw_of
-from decode.draw.top import top
+from decode.draw.sampling import Sampling, draw, draw_of
+from decode.draw.top import argmax, peaks, top
 from decode.loop.decoding import Decoder
 from tests.enumeration import by_cdf
 from tests.tiny import tiny_model
@@ -370,3 +370,19 @@ def test_argmax_is_the_first_of_the_largest(size: int, dtype: torch.dtype) -> No
     assert torch.equal(argmax(logits), largest.float().argmax(-1))
     logits[0, 0, size - 1] = torch.nan
     assert argmax(logits)[0, 0] == size - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 33, 1024, 3000])
+def test_the_largest_number_is_the_first_one_and_a_nan_is_seen(
+    size: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    logits[0] -= 50
+    logits[:, 3, size // 2 :] = logits[:, 3, size // 2 :].amax(-1, keepdim=True)
+    places, most = peaks(logits)
+    assert torch.equal(places, logits.float().argmax(-1))
+    assert torch.equal(most.to(dtype), logits.amax(-1))
+    for nan in (torch.nan, -torch.tensor(torch.nan)):
+        logits[1, 2, size // 3] = nan
+        assert torch.equal(peaks(logits)[1].isnan(), logits.isnan().any(-1))

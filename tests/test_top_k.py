@@ -22,7 +22,7 @@ NOISE = CounterRNG(0, torch.arange(1))
 def verdict(draft: Draft, **options: Any) -> tuple[list[int], int, int]:
     found = verify(RULES["top_k"](**options), draft, Scores(LOGITS, Sampling()), NOISE)
     accepted = int(found.accepted[0])
-    return found.path[0, :accepted].tolist(), int(found.reached[0]), int(found.next_token[0])
+    return found.nodes[0, :accepted].tolist(), int(found.reached[0]), int(found.next_token[0])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """What a rule does between the target's logits and the copy to the host is one graph: tensors in,
-one tensor out, the same graph in every step. Traced on the CPU by the frontend of `torch.compile`.
+tensors out, the same graph in every step. Traced on the CPU by the frontend of `torch.compile`.
 `traversal` of trees is missing: how many passes it needs depends on the tree.
 """
 
@@ -76,11 +76,14 @@ def test_a_rule_is_one_graph_in_every_step(
 ) -> None:
     # As on an accelerator: no walk ends early, so that paths are equally long.
     monkeypatch.setattr("decode.base.device.reads_are_free", lambda device: False)
+    monkeypatch.setattr("decode.rules.exact.reads_are_free", lambda device: False)
     judge = RULES[rule]()
 
     def decide(draft: Draft, logits: Tensor, rng: CounterRNG) -> Tensor:
         scores = Scores(logits, sampling)
-        return judge.decide(draft, scores, rng).packed(draft, scores)
+        found = judge.decide(draft, scores, rng)
+        figures = torch.stack([found.accepted, found.reached, found.next_token], 1)
+        return torch.cat([figures, found.path, scores.peaks_at(found.positions).isfinite()], 1)
 
     torch._dynamo.reset()
     traced = torch.compile(decide, fullgraph=True, backend="aot_eager")

@@ -80,5 +80,5 @@ class Clock:
 
     def _add_seconds(self, part: str, seconds: float, of_pass: Any) -> None:
         for sums in (self.timing, of_pass):
-            if sums is not None and part in vars(sums):
-                vars(sums)[part] += seconds
+            if sums is not None and part in sums.__dict__:
+                sums.__dict__[part] += seconds

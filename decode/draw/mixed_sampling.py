@@ -11,7 +11,8 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.draw.penalties import Penalties
-from decode.draw.sampling import Sampling, argmax
+from decode.draw.sampling import Sampling
+from decode.draw.top import argmax
 
 
 def combined(settings: Sequence[Sampling], kinds: np.ndarray) -> Sampling:

@@ -13,7 +13,7 @@ from decode.base.errors import require_whole
 from decode.draw.constraint import Constraint
 from decode.draw.penalties import OFF, Penalties, described, require_number
 from decode.draw.random_numbers import exponentials, mix
-from decode.draw.top import top
+from decode.draw.top import argmax, top
 
 # How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
@@ -240,23 +240,6 @@ class Sampling(Penalties):
         # If the filters remove a token, they remove all less likely tokens too.
         smallest = probs.amin(-1, keepdim=True)
         return ids, kept, ~((probs == smallest) & (kept > 0)).any(-1)
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """int64 [...]: the index of the first maximum of [..., V], or of a NaN without a sign if there
-    is one."""
-    if not reads_are_free(logits.device):
-        return logits.argmax(-1)
-    # NumPy's is many times faster than PyTorch's.
-    if logits.dtype.itemsize != 2:
-        return torch.as_tensor(logits.detach().numpy().argmax(-1))
-    # The bits of 16-bit floats have the order of integers, but that of negative numbers is turned.
-    bits = logits.detach().view(torch.int16).numpy()
-    found = bits.argmax(-1)
-    negative = bits.max(-1) < 0
-    if negative.any():
-        found = np.where(negative, bits.argmin(-1), found)
-    return torch.as_tensor(found)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -1,7 +1,11 @@
-"""The largest few values of many, which are found faster than by sorting."""
+"""The largest value of many, and the largest few, which are found faster than by sorting."""
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from decode.base.device import reads_are_free
+from decode.model.forward import few_rows
 
 # The size of the groups whose maxima are compared.
 SIEVE = 16
@@ -25,3 +29,40 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = torch.cat([ids, rest], -1)
     largest = values.gather(-1, ids).topk(count, dim=-1)
     return largest.values, ids.gather(-1, largest.indices)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """int64 [...]: the index of the first maximum of [..., V], or of a NaN without a sign if there
+    is one."""
+    found = _peaks_in_cpp(logits)
+    if found is not None:
+        return found[0]
+    if not reads_are_free(logits.device):
+        return logits.argmax(-1)
+    # NumPy's is many times faster than PyTorch's.
+    if logits.dtype.itemsize != 2:
+        return torch.as_tensor(logits.detach().numpy().argmax(-1))
+    # The bits of 16-bit floats have the order of integers, but that of negative numbers is turned.
+    bits = logits.detach().view(torch.int16).numpy()
+    places = bits.argmax(-1)
+    negative = bits.max(-1) < 0
+    if negative.any():
+        places = np.where(negative, bits.argmin(-1), places)
+    return torch.as_tensor(places)
+
+
+def peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [...]: as `argmax`; and the maximum itself, [...], which is NaN if one of the V numbers
+    is."""
+    return _peaks_in_cpp(logits) or (argmax(logits), logits.amax(-1))
+
+
+def _peaks_in_cpp(logits: Tensor) -> tuple[Tensor, Tensor] | None:
+    """`peaks`, which reads the logits once. None where C++ does not do it."""
+    if not reads_are_free(logits.device) or (found := few_rows.library(logits.dtype)) is None:
+        return None
+    logits, shape = logits.contiguous(), logits.shape[:-1]
+    places, most = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
+    where = logits.data_ptr(), places.data_ptr(), most.data_ptr()
+    found.peaks(*where, places.numel(), logits.shape[-1])
+    return places, most

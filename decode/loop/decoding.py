@@ -513,7 +513,7 @@ class Decoding:
         verdict = self._verified(draft, rule, counts, parts)
         read, fed = sum(int(part.counts.sum()) for part in parts), decoder.lm.fed
         lost = verdict.lost & (draft.sizes > 0)
-        if lost.any():
+        if draft.tokens.shape[1] and lost.any():
             # The keys of a drafted token may not be finite, and no mask hides those. So other
             # tokens are fed in the place of the draft.
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
@@ -613,7 +613,7 @@ class Decoding:
             return None
         counts = outcome.accepted + 1
         every = Features(self.decoder.lm.features, counts)
-        return every.at(verdict.positions(), counts) if verdict.draft.sizes.any() else every
+        return every.at(verdict.positions, counts) if verdict.draft.sizes.any() else every
 
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose

@@ -3,6 +3,7 @@
 Shapes: B rows, N nodes, D depth.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,9 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     passes: bool [B, N]. A node is accepted if it and all its ancestors pass. If several paths have
     the same length, the one drafted first is taken.
     """
+    if reads_are_free(passes.device):
+        return _longest_on_host(draft, passes)
     rows, nodes = draft.tokens.shape
-    if not nodes:  # there is no deepest one
-        none = draft.tokens.new_zeros(rows)
-        return draft.tokens, none, none, none
     passes = passes & draft.valid()
     if draft.is_chain:
         accepted = passes.cumprod(1).sum(1)
@@ -36,6 +36,28 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     last_row = torch.where(accepted > 0, last + 1, 0)
     went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
     return path, accepted, accepted + went_on, last_row
+
+
+def _longest_on_host(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same, node by node: trees are small, and an operation of tensors takes longer than all of
+    this does for one of them."""
+    rows = len(draft.sizes)
+    # As wide for any acceptance: what a row makes of it does not depend on the others.
+    path = np.zeros((rows, draft.levels()), dtype=np.int64)
+    accepted, reached, last = np.zeros((3, rows), dtype=np.int64)
+    trees = draft.parents_on_host().tolist(), passes.tolist(), draft.sizes.tolist()
+    for row, (parents, good, size) in enumerate(zip(*trees, strict=True)):
+        depths = [0] + [-1] * size  # of the end of the text and of each node; −1: not accepted
+        for node, above in enumerate(parents[:size]):
+            if good[node] and depths[above + 1] >= 0:
+                depths[node + 1] = depths[above + 1] + 1
+        depth = max(depths)
+        end = depths.index(depth) - 1
+        accepted[row], last[row], reached[row] = depth, end + 1, depth + (end in parents[:size])
+        for place in range(depth - 1, -1, -1):
+            path[row, place], end = end, parents[end]
+    ends = torch.from_numpy(accepted), torch.from_numpy(reached), torch.from_numpy(last)
+    return torch.from_numpy(path), *ends
 
 
 @RULES.register("exact")

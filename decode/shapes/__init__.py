@@ -17,7 +17,8 @@ from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.draw.logits import change_drafts
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling, argmax, draw
+from decode.draw.sampling import Sampling, draw
+from decode.draw.top import argmax
 from decode.tree_nodes import largest
 from decode.tree_structure import grown_ancestors
 

@@ -25,6 +25,7 @@ from decode.draw.sampling import Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among
 from decode.shapes.structure import Structure
 from decode.tree_nodes import likeliest, log_q, pack
+from decode.tree_structure import with_root
 
 TREE = "tree.json"  # the tree of a drafter directory
 
@@ -38,15 +39,18 @@ class _Level:
 
     first: the index of the first node in `Structure`. parents: int64 [n], the column of each node's
     parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
-    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. expanded: int64
-    [e], the expanded nodes. fed_parents: int64 [e], their parents, as numbers of fed nodes.
-    fed_ancestors: bool [m, m], of the nodes that are fed down to this depth.
+    [n], as in `Structure`. places: int64 [n], where the node's token is among the `rank_count`
+    likeliest of each parent, of all parents one after the other. with_order: the nodes with 0, 1, …
+    earlier siblings. expanded: int64 [e], the expanded nodes. fed_parents: int64 [e], their
+    parents, as numbers of fed nodes. fed_ancestors: bool [m, m], of the nodes that are fed down to
+    this depth.
     """
 
     first: int
     parents: Tensor
     ranks: Tensor
     rank_count: int  # the highest rank + 1
+    places: Tensor
     orders: Tensor
     with_order: list[Tensor]
     expanded: Tensor
@@ -57,9 +61,9 @@ class _Level:
 class _Plan:
     """A structure down to some depth, on a device. Built once and used in every round.
 
-    parents [N] and ancestors [N, N]: as in `Draft`. q_rows: int64 [N], the parent of node i as a
-    number among the expanded nodes; the root is 0. by_depth: int [D] on the host, how many nodes
-    there are at depth 1, 2, ….
+    parents [N], ancestors [N, N] and fed: as in `Draft`, of one row. q_rows: int64 [N], the parent
+    of node i as a number among the expanded nodes; the root is 0. by_depth: int [D] on the host,
+    how many nodes there are at depth 1, 2, ….
     """
 
     def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
@@ -75,20 +79,23 @@ class _Plan:
         self.parents, self.q_rows = on_device(above), on_device(rows)
         ancestors = structure.ancestors()[:nodes, :nodes]
         self.ancestors = on_device(ancestors)
+        self.fed = with_root(self.ancestors[None])
         self.by_depth = np.bincount(structure.depths[:nodes], minlength=1)[1:]
         self.levels = []
         before = 0  # row of q of the first expanded node of the level above
         for level in range(1, min(depth, structure.depth) + 1):
             at = np.flatnonzero(structure.depths[:nodes] == level)
             inner = np.flatnonzero(np.isin(at, expanded))
-            orders = structure.orders[at]
+            orders, ranks = structure.orders[at], structure.ranks[at]
+            count = int(ranks.max()) + 1
             fed = expanded[(expanded >= 0) & (expanded <= at[-1])]
             self.levels.append(
                 _Level(
                     int(at[0]),
                     on_device(rows[at] - before),
-                    on_device(structure.ranks[at]),
-                    int(structure.ranks[at].max()) + 1,
+                    on_device(ranks),
+                    count,
+                    on_device((rows[at] - before) * count + ranks),
                     on_device(orders),
                     [on_device(np.flatnonzero(orders == i)) for i in range(orders.max() + 1)],
                     on_device(inner),
@@ -168,6 +175,7 @@ class FixedTree(Shape):
             drawn="distinct" if children.siblings == "distinct" else "independent",
             _chosen_rows=None if q is None else sampling.greedy_rows(rows),
             _ancestors=plan.ancestors.expand(rows, -1, -1),
+            _fed=(plan.fed[0].expand(rows, -1, -1), plan.fed[1].expand(rows, -1)),
             _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
             _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
             confidence=torch.cat(children.sure, 1) if children.sure else None,
@@ -219,7 +227,9 @@ class _Children:
 
     def _likeliest(self, logits: Tensor, level: _Level, count: int) -> Tensor:
         tokens = likeliest(logits, count)
-        at = level.parents * count + level.ranks.clamp(max=count - 1)
+        at = level.places
+        if count < level.rank_count:
+            at = level.parents * count + level.ranks.clamp(max=count - 1)
         if self.weighs:
             self.sure.append(log_q(logits, tokens).exp().flatten(1)[:, at])
         return tokens.flatten(1)[:, at]

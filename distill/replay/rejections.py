@@ -232,7 +232,7 @@ class Collector:
         """
         raw = verification.scores.raw
         rows_n = torch.as_tensor(rows, device=raw.device)
-        nodes = verification.positions()[rows_n, torch.as_tensor(columns, device=raw.device)]
+        nodes = verification.positions[rows_n, torch.as_tensor(columns, device=raw.device)]
         kept = slice(self.vocab_size) if self.vocabulary is None else self.vocabulary
         signals = []
         for begin in range(0, len(rows), CHUNK):

@@ -173,7 +173,7 @@ class StoreDrafter(LookupDrafter):
         if verification.draft.is_chain:
             logits = logits[:, :count]  # no copy
         else:
-            positions = verification.positions()[:, :count]
+            positions = verification.positions[:, :count]
             rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
             logits = logits[rows_B1, positions]
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()

@@ -364,10 +364,7 @@ class CachedLM:
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
         if not draft.is_chain:
-            # The root comes before all nodes, and every node may see it.
-            ancestors = torch.constant_pad_nd(draft.ancestors(), (1, 0, 1, 0))
-            ancestors[:, :, 0] = True
-            depth = ancestors.sum(2) - 1
+            ancestors, depth = draft.fed()
         if beside:
             return self._beside(ids, start, counts, ancestors, beside)
         # The rule says how far each row of a chain with states goes back.

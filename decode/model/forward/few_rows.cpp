@@ -139,6 +139,50 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
 
 #include "few_rows_attention.h"
 
+// The bits of a number as an integer, in the order of the numbers. Both zeros are 0.
+using Key = std::conditional_t<sizeof(Number) == 2, int16_t, int32_t>;
+typedef Key Keys __attribute__((vector_size(sizeof(Floats))));
+constexpr int KEYS = sizeof(Keys) / sizeof(Key);
+constexpr Key LARGEST = std::numeric_limits<Key>::max(), INFINITE = sizeof(Number) == 2 ? 0x7f80 : 0x7f800000;
+
+inline Keys keys_of(const Number* x) {
+  Keys bits;
+  std::memcpy(&bits, x, sizeof bits);
+  const Keys sign = bits >> (8 * sizeof(Key) - 1);
+  return (bits ^ (sign & LARGEST)) - sign;
+}
+
+// The first largest number of a row, and where it is. NaN if there is one.
+void peak_of(const Number* x, int64_t size, int64_t* place, float* most) {
+  constexpr int64_t PART = 32 * KEYS;
+  Number last[KEYS];  // what is left of the row, and its last number again
+  Key best = -LARGEST, least = LARGEST;
+  int64_t where = 0;
+  for (int64_t begin = 0; begin < size; begin += PART) {
+    Keys high = Keys{} - LARGEST, low = Keys{} + LARGEST;
+    for (int64_t k = begin; k < std::min(begin + PART, size); k += KEYS) {
+      if (k + KEYS > size)
+        for (int n = 0; n < KEYS; n++) last[n] = x[std::min(k + n, size - 1)];
+      const Keys some = keys_of(k + KEYS > size ? last : x + k);
+      high = some > high ? some : high, low = some < low ? some : low;
+    }
+    Key highest = -LARGEST;
+    for (int n = 0; n < KEYS; n++) highest = std::max<Key>(highest, high[n]), least = std::min<Key>(least, low[n]);
+    if (highest > best || !begin) best = highest, where = begin;
+  }
+  for (;; where += KEYS) {
+    if (where + KEYS > size)
+      for (int n = 0; n < KEYS; n++) last[n] = x[std::min(where + n, size - 1)];
+    const Keys some = keys_of(where + KEYS > size ? last : x + where);
+    for (int n = 0; n < KEYS; n++)
+      if (some[n] == best) {
+        *place = where + n;
+        *most = best > INFINITE || least < -INFINITE ? NAN : wide(x[where + n]);
+        return;
+      }
+  }
+}
+
 // RMS norm times (weight + offset): y [rows, size].
 void normed(const Number* x, const Number* weight, float offset, float eps, Number* y, int64_t rows,
             int64_t size) {
@@ -236,6 +280,12 @@ void norm(const Number* x, const Number* weight, float offset, float eps, Number
 #pragma omp parallel for if (rows > 16)
   for (int64_t row = 0; row < rows; row++)
     normed(x + row * size, weight, offset, eps, y + row * size, 1, size);
+}
+
+// `peak_of` each row of x [rows, size].
+void peaks(const Number* x, int64_t* places, float* most, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > 1 << 18)
+  for (int64_t row = 0; row < rows; row++) peak_of(x + row * size, size, places + row, most + row);
 }
 
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.
