@@ -62,18 +62,47 @@ inline Floats exp_of(Floats x) {
 
 inline Floats silu(Floats x) { return x / (exp_of(-x) + 1.0f); }
 
+#define EVERY_COUNT(DO) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12)
+
 template <int M>
-void sums_of(int rows, const char* const* weights, int form, const Number* x, int64_t in, float* y,
-             char* kept) {
+void sums_of(int rows, const char* const* weights, int form, const Number* x, int64_t in, float* y) {
   switch (rows) {
-#define ROWS(N)                                              \
-  case N:                                                    \
-    if constexpr (N <= MOST && M <= together(N, WHOLE))             \
-      return sums<N, M>(weights, form, x, in, y, kept);      \
+#define ROWS(N)                                                                                      \
+  case N:                                                                                            \
+    if constexpr (N <= MOST && M <= together(N, WHOLE)) return sums<N, M>(weights, form, x, in, y);  \
     break;
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
-    ROWS(12)
+    EVERY_COUNT(ROWS)
 #undef ROWS
+  }
+}
+
+constexpr int MANY = 8 * MOST;  // rows whose sums fit into L1
+
+// The sums of up to `MANY` rows with a block: y [rows][OUT]. The first rows make numbers of a part of it, and all rows
+// are multiplied with these before the next part is read. So memory works all the time, and the numbers stay in L1.
+void sums_of_many(int rows, const char* block, int form, const Number* x, int64_t in, float* y) {
+  alignas(64) char made[PART * OUT * sizeof(Number)];
+  const int groups = (rows + MOST - 1) / MOST;  // rows are shared out evenly among them
+  const int64_t part = groups == 2 ? SHORT_PART : PART;
+  Parts parts(block, form, groups);
+  std::fill(y, y + rows * OUT, 0.0f);
+  for (int64_t begin = 0; begin < in; begin += part) {
+    const int64_t count = std::min(part, in - begin);
+    for (int group = 0; group < groups; group++) {
+      const int row = rows * group / groups, some = rows * (group + 1) / groups - row;
+      const Number* from = x + row * in + begin;
+      switch (some) {
+#define ROWS(N)                                                                                        \
+  case N:                                                                                              \
+    if constexpr (N <= MOST) {                                                                         \
+      if (group) parts.add<N, false>(made, from, in, count, y + row * OUT);                            \
+      else parts.add<N, true>(made, from, in, count, y + row * OUT);                                   \
+    }                                                                                                  \
+    break;
+        EVERY_COUNT(ROWS)
+#undef ROWS
+      }
+    }
   }
 }
 
@@ -100,12 +129,11 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
                    Number* y, int64_t rows, int64_t in, int64_t out, int mode) {
   Share share(out / OUT);
   // Few rows have few sums: several blocks at once keep the units busy.
-  const bool keeps = keeps_numbers(rows, weights.form);
-  const int some_blocks = keeps ? 1 : together(rows, weights.form);
-  const int64_t groups = (rows + MOST - 1) / MOST;  // rows are shared out evenly among them
-  std::vector<Number> made(keeps ? in * OUT : 0);
+  const bool many = makes_once(rows, weights.form);
+  const int some_blocks = many ? 1 : together(rows, weights.form), most = many ? MANY : MOST;
+  const int64_t groups = (rows + most - 1) / most;  // rows are shared out evenly among them
   const int64_t bytes = block_bytes(weights.blocks, in, weights.form);
-  alignas(64) float found[MOST * 4 * OUT];
+  alignas(64) float found[MANY * OUT];
   for (int64_t block = share.begin; block < share.end;) {
     int count = int(std::min<int64_t>(some_blocks, share.end - block));
     if (count == 3) count = 2;
@@ -113,14 +141,12 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
     for (int m = 0; m < count; m++)
       from[m] = weights.blocks + (block + m) * bytes;
     for (int64_t group = 0; group < groups; group++) {
-      char* kept = keeps && group == 0 ? (char*)made.data() : nullptr;
-      const int form = keeps && group ? WHOLE : weights.form;
-      if (keeps && group) from[0] = (const char*)made.data();
       const int64_t row = rows * group / groups;
       const int some = int(rows * (group + 1) / groups - row);
-      if (count == 4) sums_of<4>(some, from, form, x + row * in, in, found, kept);
-      else if (count == 2) sums_of<2>(some, from, form, x + row * in, in, found, kept);
-      else sums_of<1>(some, from, form, x + row * in, in, found, kept);
+      if (many) sums_of_many(some, from[0], weights.form, x + row * in, in, found);
+      else if (count == 4) sums_of<4>(some, from, weights.form, x + row * in, in, found);
+      else if (count == 2) sums_of<2>(some, from, weights.form, x + row * in, in, found);
+      else sums_of<1>(some, from, weights.form, x + row * in, in, found);
       for (int j = 0; j < some; j++)
         for (int m = 0; m < count; m++)
           for (int half = 0; half < OUT; half += WIDTH) {
@@ -547,7 +573,7 @@ void unpack_twelve_bits(const char* blocks, int64_t count, int64_t stride, uint1
     Words words;
     words.begin(blocks + i * stride);
     for (int64_t group = 0; group < groups; group++, y += GROUP)
-      words.next(group, [&](int n, __m512i some, __m512i more) {
+      words.next(group, true, [&](int n, __m512i some, __m512i more) {
         _mm512_storeu_si512(y + n * 64, some);
         _mm512_storeu_si512(y + n * 64 + 32, more);
       });

@@ -26,8 +26,8 @@ constexpr int together(int64_t rows, int form) {
   return form == TWELVE ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
-// Whether the first rows keep the weights of a block as `WHOLE` has them, for this many rows.
-constexpr bool keeps_numbers(int64_t rows, int form) { return form == TWELVE && rows > MOST; }
+// Whether the numbers of a part of a block are made once for all rows, if there are so many.
+constexpr bool makes_once(int64_t rows, int form) { return form == TWELVE && rows > MOST; }
 
 inline int64_t block_bytes(const char* block, int64_t in, int form) {
 #ifdef __AVX512VBMI2__
@@ -108,8 +108,22 @@ inline float total(const Number* x, int64_t in) {
   return sum_of(sum) + rest;
 }
 
+// Adds the products of N rows x [·, in] with the weights of two inputs.
+template <int N>
+inline __attribute__((always_inline)) void add_pair(__m512* low, __m512* high, const Number* x, int64_t in,
+                                                    __m512i some, __m512i more) {
+#pragma GCC unroll 12
+  for (int j = 0; j < N; j++) {
+    int pair;
+    std::memcpy(&pair, x + j * in, 4);
+    const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+    low[j] = _mm512_dpbf16_ps(low[j], (__m512bh)some, both);
+    high[j] = _mm512_dpbf16_ps(high[j], (__m512bh)more, both);
+  }
+}
+
 template <int N, int M, int FORM>
-inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y, char* kept) {
+inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
   constexpr bool BYTE = FORM == BYTES;
   const __m512i upper = _mm512_set1_epi8(0x43);
   __m512 low[M][N], high[M][N];
@@ -117,29 +131,13 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 12
     for (int j = 0; j < N; j++) low[m][j] = high[m][j] = _mm512_setzero_ps();
-  auto use = [&](int m, int64_t k, __m512i some, __m512i more) __attribute__((always_inline)) {
-    const __m512bh first = (__m512bh)some, second = (__m512bh)more;
-#pragma GCC unroll 12
-    for (int j = 0; j < N; j++) {
-      int pair;
-      std::memcpy(&pair, x + j * in + k, 4);
-      __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      low[m][j] = _mm512_dpbf16_ps(low[m][j], first, both);
-      high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
-    }
-  };
 #ifdef __AVX512VBMI2__
   if constexpr (FORM == TWELVE) {
     Words words;
     words.begin(weights[0]);
     for (int64_t group = 0; group < in / 4; group++)
-      words.next(group, [&](int n, auto some, auto more) __attribute__((always_inline)) {
-        const int64_t k = group * 4 + n * 2;
-        if (kept) {
-          _mm512_storeu_si512(kept + k * 64, some);
-          _mm512_storeu_si512(kept + k * 64 + 64, more);
-        }
-        use(0, k, some, more);
+      words.next(group, true, [&](int n, auto some, auto more) __attribute__((always_inline)) {
+        add_pair<N>(low[0], high[0], x + group * 4 + n * 2, in, some, more);
       });
   } else
 #endif
@@ -158,7 +156,7 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
       }
       _mm_prefetch(p + FAR, _MM_HINT_T1);
       _mm_prefetch(p + NEAR, _MM_HINT_T0);
-      use(m, k, some, more);
+      add_pair<N>(low[m], high[m], x + k, in, some, more);
     }
 #pragma GCC unroll 12
   for (int j = 0; j < N; j++) {
@@ -176,17 +174,69 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
   }
 }
 
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32]. kept: null, or where the weights
-// are stored as `WHOLE` has them.
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32].
 template <int N, int M>
-inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y, char* kept) {
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
 #ifdef __AVX512VBMI2__
   if constexpr (M == 1)
-    if (form == TWELVE) return sums_in<N, M, TWELVE>(weights, x, in, y, kept);
+    if (form == TWELVE) return sums_in<N, M, TWELVE>(weights, x, in, y);
 #endif
-  if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y, kept);
-  else sums_in<N, M, WHOLE>(weights, x, in, y, kept);
+  if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y);
+  else sums_in<N, M, WHOLE>(weights, x, in, y);
 }
+
+constexpr int PART = 576, SHORT_PART = 192;  // inputs whose words are made at once
+
+// A block in 12 bits, read in parts.
+struct Parts {
+#ifdef __AVX512VBMI2__
+  Words words;
+  const char* ahead;  // what memory is asked for next
+  int64_t group = 0, step;
+
+  // groups: of rows that a part is multiplied with, one after the other. Two ask for a half each of what comes, of more
+  // the first one asks: so much would come in the time of the others that it pushes the words out of L1.
+  Parts(const char* block, int form, int groups) : step(groups == 2 ? 48 : 0) {
+    words.begin(block);
+    ahead = words.p + FAR;
+  }
+
+  // Adds the products of N rows x [·, in] with the weights of the next inputs: y [N][32]. made: those weights as
+  // `WHOLE` has them, which the first rows make.
+  template <int N, bool MAKES>
+  void add(char* made, const Number* x, int64_t in, int64_t inputs, float* y) {
+    __m512 low[N], high[N];
+    Words from = words;
+    const char* ask = ahead;
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) low[j] = _mm512_loadu_ps(y + j * 32), high[j] = _mm512_loadu_ps(y + j * 32 + 16);
+    auto use = [&](int64_t k, __m512i some, __m512i more) __attribute__((always_inline)) {
+      _mm_prefetch(ask, _MM_HINT_T0);
+      ask += step;
+      add_pair<N>(low, high, x + k, in, some, more);
+    };
+    if constexpr (MAKES) {
+      for (int64_t k = 0; k < inputs; k += 4)
+        from.next(group++, !step, [&](int n, __m512i some, __m512i more) __attribute__((always_inline)) {
+          char* y = made + (k + 2 * n) * 64;
+          _mm512_store_si512(y, some), _mm512_store_si512(y + 64, more);
+          use(k + 2 * n, some, more);
+        });
+      words = from;
+    } else {
+      for (int64_t k = 0; k < inputs; k += 2)
+        use(k, _mm512_load_si512(made + k * 64), _mm512_load_si512(made + k * 64 + 64));
+    }
+    ahead = ask;
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) _mm512_storeu_ps(y + j * 32, low[j]), _mm512_storeu_ps(y + j * 32 + 16, high[j]);
+  }
+#else
+  Parts(const char* block, int form, int groups) {}
+  template <int N, bool MAKES>
+  void add(char* made, const Number* x, int64_t in, int64_t inputs, float* y) {}
+#endif
+};
 
 // The operations of a turn of `multiplied`, whose numbers stay in registers.
 constexpr int64_t OPERATIONS = 2 * 2 * MOST * 32;

@@ -75,9 +75,9 @@ constexpr int together(int64_t rows, int form) {
   return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
 
-// Whether the first rows keep the numbers of a block as `WHOLE` has them, for this many rows. Those in 12
-// bits are made faster than kept ones are read.
-constexpr bool keeps_numbers(int64_t rows, int form) { return is_own(form) && rows > MOST; }
+// Whether the numbers of a part of a block are made once for all rows, if there are so many. Those in 12 bits are
+// made faster than they are read again.
+constexpr bool makes_once(int64_t rows, int form) { return is_own(form) && rows > MOST; }
 
 inline int64_t block_bytes(const char* block, int64_t in, int form) {
 #ifdef __AVX512VBMI2__
@@ -175,7 +175,7 @@ inline void sums_of_twelve_bits(const char* const* weights, const Number* x, int
   for (int64_t group = 0; group < in / 8; group++)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++)
-      words[m].next(group, [&](int n, __m512i first, __m512i second) __attribute__((always_inline)) {
+      words[m].next(group, true, [&](int n, __m512i first, __m512i second) __attribute__((always_inline)) {
         const __m512i some[] = {_mm512_slli_epi32(first, 16), _mm512_and_si512(first, upper),
                                 _mm512_slli_epi32(second, 16), _mm512_and_si512(second, upper)};
 #pragma GCC unroll 4
@@ -192,10 +192,9 @@ inline void sums_of_twelve_bits(const char* const* weights, const Number* x, int
 }
 #endif
 
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16]. kept: null, or where the weights
-// are stored as `WHOLE` has them.
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16].
 template <int N, int M>
-inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y, char* kept) {
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
   switch (form) {
     case BYTES: return sums_in<N, M, BYTES>(weights, x, in, y);
     case HALF: return sums_in<N, M, HALF>(weights, x, in, y);
@@ -203,16 +202,61 @@ inline void sums(const char* const* weights, int form, const Number* x, int64_t 
 #ifdef __AVX512VBMI2__
     case TWELVE: return sums_of_twelve_bits<N, M>(weights, x, in, y);
 #endif
-#define SUMS(FORM)                                                                          \
-  case FORM:                                                                                \
-    if constexpr (M == 1 && 2 * N >= MOST) /* rows are shared out evenly */                 \
-      if (kept) return sums_of_codes<N, M, FORM, true>(weights, x, in, y, kept);            \
-    if constexpr (M <= together(N, FORM)) sums_of_codes<N, M, FORM, false>(weights, x, in, y, kept); \
-    return;
+#define SUMS(FORM) \
+  case FORM:       \
+    if constexpr (M <= together(N, FORM)) return sums_of_codes<N, M, FORM>(weights, x, in, y);
     EVERY_OWN_FORM(SUMS)
 #undef SUMS
   }
 }
+
+constexpr int PART = 192, SHORT_PART = PART;  // inputs whose numbers are made at once
+
+// A block of codes, read in parts.
+struct Parts {
+  const char* p;
+  int form;
+
+  Parts(const char* block, int form, int groups) : p(block), form(form) {}
+
+  // Adds the products of N rows x [·, in] with the numbers of the next inputs: y [N][16]. made: those numbers, which
+  // the first rows make.
+  template <int N, bool MAKES>
+  void add(char* made, const Number* x, int64_t in, int64_t inputs, float* y) {
+    if (!MAKES) return add_of<N, WHOLE>((float*)made, x, in, inputs, y);
+    switch (form) {
+#define ADD(FORM) \
+  case FORM: return add_of<N, FORM>((float*)made, x, in, inputs, y);
+      EVERY_OWN_FORM(ADD)
+#undef ADD
+    }
+  }
+
+  template <int N, int FORM>
+  void add_of(float* made, const Number* x, int64_t in, int64_t inputs, float* y) {
+    Sixteen found[N];
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) found[j] = of_floats(y + j * 16);
+    auto use = [&](int64_t k, Sixteen some) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+      for (int j = 0; j < N; j++) add_product(found[j], some, x + j * in + k);
+    };
+    if constexpr (FORM == WHOLE) {
+      for (int64_t k = 0; k < inputs; k++) use(k, of_floats(made + k * 16));
+    } else {
+      constexpr OwnForm own = OWN_FORMS[FORM - FIRST_OWN];
+      for (int64_t begin = 0; begin < inputs; begin += own.group, p += group_bytes(own)) {
+        ask_for(p, group_bytes(own));
+        each_input<FORM>(p, [&](int k, Sixteen some) __attribute__((always_inline)) {
+          store_sixteen(made + (begin + k) * 16, some);
+          use(begin + k, some);
+        });
+      }
+    }
+#pragma GCC unroll 12
+    for (int j = 0; j < N; j++) store_sixteen(y + j * 16, found[j]);
+  }
+};
 
 // The operations of a turn of `multiplied`, whose numbers stay in registers.
 constexpr int64_t OPERATIONS = 2 * MOST * 16;

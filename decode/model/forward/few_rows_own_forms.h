@@ -52,22 +52,24 @@ inline __attribute__((always_inline)) void each_input(const char* p, Use use) {
   }
 }
 
-// KEEPS: whether the numbers are stored too.
-template <int N, int M, int FORM, bool KEEPS>
-inline void sums_of_codes(const char* const* weights, const Number* x, int64_t in, float* y, char* kept) {
+inline void ask_for(const char* p, int bytes) {
+  for (int c = 0; c < bytes; c += 64) {
+    _mm_prefetch(p + FAR + c, _MM_HINT_T1);
+    _mm_prefetch(p + NEAR + c, _MM_HINT_T0);
+  }
+}
+
+template <int N, int M, int FORM>
+inline void sums_of_codes(const char* const* weights, const Number* x, int64_t in, float* y) {
   constexpr OwnForm own = OWN_FORMS[FORM - FIRST_OWN];
   Sixteen found[M][N] = {};
   for (int64_t group = 0; group < in / own.group; group++)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
       const char* p = weights[m] + group * group_bytes(own);
-      for (int c = 0; c < group_bytes(own); c += 64) {
-        _mm_prefetch(p + FAR + c, _MM_HINT_T1);
-        _mm_prefetch(p + NEAR + c, _MM_HINT_T0);
-      }
+      ask_for(p, group_bytes(own));
       each_input<FORM>(p, [&](int k, Sixteen some) __attribute__((always_inline)) {
         const int64_t input = group * own.group + k;
-        if (KEEPS) store_sixteen((float*)kept + input * 16, some);
 #pragma GCC unroll 12
         for (int j = 0; j < N; j++) add_product(found[m][j], some, x + j * in + input);
       });
