@@ -53,7 +53,7 @@ from benchmarks.shared.device_parts import (
 from decode.base.errors import UserError
 from decode.costs import OtherProcesses, busy
 from decode.model.loading import resolve_device
-from draftsmith.cli.examination import Findings
+from draftsmith.cli.examination import ItemFigures
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.measure.machine import describe_gpus
 
@@ -94,7 +94,7 @@ def main(
     )
     for name, shape in (("target", sizes.target), ("drafter", sizes.drafter)):
         reporter.say(f"{name}: llama, bfloat16, random weights, {shape}")
-    findings, others = Findings(), OtherProcesses()
+    findings, others = ItemFigures(), OtherProcesses()
     _measure(PARTS, bench, findings)
     share = others.share()  # the trainings are other processes too
     _measure(TRAININGS, bench, findings)
@@ -191,7 +191,7 @@ def tables(
     return result
 
 
-def _measure(parts: Mapping[str, Measure], bench: Bench, findings: Findings) -> None:
+def _measure(parts: Mapping[str, Measure], bench: Bench, findings: ItemFigures) -> None:
     """Add the figures of these parts to `findings`, or why they failed."""
     for name, part in parts.items():
         bench.reporter.say(f"{name} …")

@@ -30,7 +30,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.shared.structured_prompts import KINDS, Asked, is_valid, prompts_of
+from benchmarks.shared.structured_prompts import KINDS, StructuredPrompt, is_valid, prompts_of
 from decode.draw import logits as logits_of_text
 from decode.grammars import Grammar, Grammars
 from decode.loop.decoded import Decoded
@@ -109,7 +109,7 @@ def main(
         write_json(json_file, {"benchmark": "structured", **figures})
 
 
-def _grammar(grammars: Grammars, asked: Asked) -> Grammar:
+def _grammar(grammars: Grammars, asked: StructuredPrompt) -> Grammar:
     if asked.choices:
         return grammars.choice(asked.choices)
     assert asked.schema is not None
@@ -120,7 +120,7 @@ def measure(
     target: Target,
     name: str,
     drafter: Any,
-    asked: list[Asked],
+    asked: list[StructuredPrompt],
     ids: list[list[int]],
     grammars: list[Grammar],
     gamma: int,
@@ -156,7 +156,7 @@ def measure(
 
 
 def _figures(
-    target: Target, plain: list[Decoded], drafted: list[Decoded], asked: list[Asked]
+    target: Target, plain: list[Decoded], drafted: list[Decoded], asked: list[StructuredPrompt]
 ) -> dict[str, Any]:
     """Of some prompts, each decoded alone."""
 

@@ -62,7 +62,6 @@ from tests.other_tokenizers import shared_small_lm, text_small_lm
 from tests.tiny import finish, moved
 
 NEW = 14
-EOS = LONGER.eos
 WINDOW = SlidingWindow(4, sinks=1)
 PROMPTS = [
     np.random.default_rng(length).integers(0, 4, length).tolist()

@@ -46,6 +46,14 @@ KEPT = torch.arange(0, VOCAB, 2)
 FEW = Measuring(lambda target: PROMPTS[:4], max_new_tokens=3)
 EAGLE1: dict[str, Any] = {"type": "eagle1", "depth": 3}
 EAGLE3: dict[str, Any] = {"type": "eagle3", "steps": 3}
+# As later releases of EAGLE have it, and what published layers have that ours have not.
+NEWER3 = EAGLE3 | {"fc_norm": True, "norm_output": True}
+OTHER3 = EAGLE3 | {
+    "norm_before_fc": True,
+    "norm_before_residual": True,
+    "captured_layers": [1, 3, 5],
+    "layer": {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3},
+}
 P_EAGLE: dict[str, Any] = {"type": "p_eagle", "tokens": 3, "layers": 2}
 DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
 DFLASH2 = DFLASH | {"type": "dflash2", "rank": 8, "candidates": 5}

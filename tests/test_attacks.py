@@ -29,7 +29,10 @@ from draftsmith.net import few_lines
 from draftsmith.net.body import BodyMemory
 from draftsmith.net.limits import ServerLimits
 from tests import edge, upstream
-from tests.attacks import (
+from tests.imports import ROOT, tracked
+from tests.service import until
+from tests.tiny import shortened, tiny_target
+from tools.attacks import (
     ANSWER_SECONDS,
     ATTACKS,
     EDGE_ATTACKS,
@@ -52,9 +55,6 @@ from tests.attacks import (
     status,
     text_of,
 )
-from tests.imports import ROOT, tracked
-from tests.service import until
-from tests.tiny import shortened, tiny_target
 
 # `record` and `watch` read requests as `serve` does.
 KINDS = ["serve", "verify-server"]

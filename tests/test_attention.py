@@ -17,7 +17,6 @@ from decode.model.forward import attention_mask
 from decode.model.forward.attention_mask import SLOT_STEP, AttentionMask
 from decode.model.forward.prepare_model import prepare
 from decode.model.forward.transformers_forward import TransformersForward, attention_forward
-from decode.model.loading import Target
 from tests.mtp_targets import FAMILIES
 from tests.tiny import VOCAB, tiny_model
 
@@ -173,14 +172,6 @@ def test_masks_stay_small_in_long_texts(lean: bool, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(lm.read(ids, start, counts), logits, rtol=0, atol=1e-4)
     # Keys are padded to a multiple of slots, and the queries' heads repeat no mask.
     assert 1200 < max(sizes) <= 2400 * 128 / 120
-
-
-def chat(target: Target, line: dict[str, Any]) -> list[int]:
-    messages = line.get("messages") or [{"role": "user", "content": line["prompt"]}]
-    ids: list[int] = target.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
-    return ids
 
 
 def test_an_attention_that_takes_booleans_gets_no_other_mask() -> None:

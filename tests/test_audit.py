@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import draftsmith
 from decode.base.errors import UserError
+from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import Audit, AuditOptions
@@ -167,7 +168,11 @@ def no_choices(reply: dict[str, Any], number: int) -> None:
     reply["choices"] = [None]
 
 
-@pytest.mark.parametrize("change", [rewrite_prompt, no_choices])
+def break_off(reply: dict[str, Any], number: int) -> None:
+    reply["choices"][0]["finish_reason"] = "abort"
+
+
+@pytest.mark.parametrize("change", [rewrite_prompt, no_choices, break_off])
 def test_one_odd_answer_costs_that_answer_only(
     change: Callable[[dict[str, Any], int], None],
 ) -> None:
@@ -271,15 +276,27 @@ def test_log_probabilities_of_llama_server_are_judged(
     assert said == "wrong" or any(said in x.detail for x in found.findings)
 
 
+ENUMERATED = {"exact": 100, "sampling": Sampling(1.0, top_k=4)}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("options", "parts", "said"),
     [
-        ({"level": 0.5}, "level is 0.5"),
-        ({"samples": 0}, "samples is 0"),
-        ({"engine_dtype": "int8"}, "engine_dtype is 'int8'"),
-        ({"max_new_tokens": 500}, "has 256 positions"),
+        ({"level": 0.5}, {}, "level is 0.5"),
+        ({"samples": 0}, {}, "samples is 0"),
+        ({"engine_dtype": "int8"}, {}, "engine_dtype is 'int8'"),
+        ({"max_new_tokens": 500}, {}, "has 256 positions"),
+        ({"exact": 100}, {}, "too many to enumerate"),
+        ({"exact": 100, "sampling": Sampling()}, {}, "the temperature is 0"),
+        ({}, {"prompts": [[5, 4000]]}, "the token id 4000"),
+        (ENUMERATED, {"baseline": "http://127.0.0.1:10"}, "there is a baseline"),
+        (ENUMERATED, {"drafter": SmallLMDrafter(TARGET.model), "gamma": 0}, "gamma is 0"),
     ],
 )
-def test_bad_options_are_named(arguments: Any, said: str) -> None:
+def test_what_does_not_fit_is_refused_before_anything_is_asked(
+    options: dict[str, Any], parts: dict[str, Any], said: str
+) -> None:
+    """Nothing listens there."""
+    more: Any = {"prompts": PROMPTS[:2]} | parts
     with pytest.raises(UserError, match=said):
-        draftsmith.audit("http://127.0.0.1:9", TARGET, PROMPTS, AuditOptions(**arguments))
+        draftsmith.audit("http://127.0.0.1:9", TARGET, options=AuditOptions(**options), **more)

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.shared.decode_contestants import NAMES
 from benchmarks.speculators import missing_library
-from tests.export import SHAPE, needs, require_environment
+from tests.export import SHAPE, require_environment
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
 from tools.reference import ROOT
@@ -125,14 +124,3 @@ def test_a_command_runs_in_its_smallest_form(name: str, figures_of: Callable[...
     figures = figures_of(name)
     assert figures
     assert {why for why in left_out(figures).values() if "not installed" not in why} == set()
-
-
-@pytest.mark.thorough
-@pytest.mark.timeout(1800)
-def test_llama_cpp_takes_part_in_the_smallest_form(figures_of: Callable[..., Figures]) -> None:
-    needs("llama-server")
-    greedy = figures_of("decode")["contests"][0]["contestants"]
-    theirs = {one for one in NAMES if one.startswith("llama")}
-    assert theirs <= set(greedy)
-    # Weights in fewer bits make another model.
-    assert all(greedy[one]["equal_within_rounding"] == 1 for one in theirs if "_q" not in one)

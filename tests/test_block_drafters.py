@@ -395,9 +395,6 @@ def test_candidates_are_drafted_as_they_were_trained(tree: bool) -> None:
 
 # --- decoding -------------------------------------------------------------------------------------
 
-PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
-NEW = 24
-
 
 def test_what_has_no_estimates_for_chains_is_refused() -> None:
     for kind, shape, message in (

@@ -13,7 +13,7 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.max_gram import LONGEST_MATCH, MaxGramDrafter, longest_match
-from decode.drafters.lookup.ngram import NgramDrafter, continuation
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, Group
@@ -29,6 +29,7 @@ from decode.rules import RULES
 from decode.shapes import SHAPES
 from tests.enumeration import Contextual, enumerate_chains, enumerate_drafts, total_variation
 from tests.lossless import FixedDraft
+from tests.test_sparse import sparse as few_tokens
 from tests.tiny import moved, padded, save_tiny, tiny_model, tiny_target, tokens_fed
 
 GREEDY = Sampling()
@@ -112,16 +113,24 @@ def test_a_lenient_inner_rule_is_found(error: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("inner", "rounds"),
-    [("model", None), ("ngram", 2), ("cascade", 2), ("nothing", 2)],
+    ("made", "inner", "rounds"),
+    [
+        (middle, "model", None),
+        (middle, "ngram", 2),
+        (middle, "cascade", 2),
+        (middle, "nothing", 2),
+        (few_tokens, "ngram", None),  # TriForce: the target over a part of its cache
+    ],
 )
-def test_a_vertical_cascade_drafts_what_its_model_drafts(inner: str, rounds: int | None) -> None:
+def test_a_vertical_cascade_drafts_what_its_model_drafts(
+    made: Callable[[], Any], inner: str, rounds: int | None
+) -> None:
     """Greedy drafts, and drafts with the noise of the text, are those of the model alone: also over
     many rounds, in ragged rows, and where drafts were rejected at any place."""
     for sampling, rule in ((GREEDY, None), (Sampling(0.7), "coupled")):
         options = {"sampling": sampling, "rule": rule}
-        alone = run(middle(), **options)
-        both = run(VerticalCascade(middle(), INNER[inner](), gamma=3, rounds=rounds), **options)
+        alone = run(made(), **options)
+        both = run(VerticalCascade(made(), INNER[inner](), gamma=3, rounds=rounds), **options)
         assert both.outputs == alone.outputs
         assert 0.1 < both.counts.acceptance_rate < 1
         if rounds is None:
@@ -305,26 +314,6 @@ def test_a_policy_that_stops_the_first_drafter_stops_the_draft() -> None:
 
 
 # --- lookups --------------------------------------------------------------------------------------
-
-
-def test_what_follows_the_longest_end_that_was_there_before_is_found() -> None:
-    """Beside a search by hand, from the longest end and the last place."""
-    random = np.random.default_rng(0)
-
-    def by_hand(text: list[int], least: int, most: int, count: int) -> tuple[list[int], int]:
-        for n in range(most, least - 1, -1):
-            for end in range(len(text) - 1, n - 1, -1):
-                if n < len(text) and text[end - n : end] == text[-n:]:
-                    return text[end : end + count], n
-        return [], 0
-
-    lengths = list[int]()
-    for length in range(60):
-        text, least = random.integers(0, 4, length), 1 + length % 2
-        expected = by_hand(text.tolist(), least, 3, 4)
-        assert continuation(text, least, 3, 4) == expected
-        lengths.append(expected[1])
-    assert {0, 1, 2, 3} == set(lengths)
 
 
 def test_max_gram_follows_the_longest_match_then_bigrams() -> None:

@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
-from decode.draft import Contexts, Draft
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
@@ -36,11 +34,11 @@ from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import export_drafter
 from heads.heads_directory import save_heads
 from tests.answer_server import AnswerEngine
-from tests.diagnosis_controls import GAMMA, KINDS, TOKENS, prompts, target, taught, through_service
 from tests.export import make_heads, task
 from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
 from tests.upstream import served
+from tools.diagnosis_controls import GAMMA, KINDS, TOKENS, prompts, target, taught, through_service
 from train.base.exit_status import ExitStatus
 from train.engines import counters
 from train.engines.child_process import NoAnswer
@@ -335,23 +333,6 @@ def test_a_server_that_chooses_the_length_of_its_drafts_is_said_by_name() -> Non
 def test_a_server_that_is_gone_is_said_by_name() -> None:
     with pytest.raises(NoAnswer, match="does not answer"):
         engine.read("http://127.0.0.1:1")
-
-
-@pytest.mark.thorough  # `test_an_unknown_mistake_is_not_named` says it of counts
-def test_a_server_with_another_drafter_has_none_of_the_mistakes() -> None:
-    class Other(type(taught("eagle3"))):  # type: ignore[misc]
-        """Every second text gets drafts that are wrong from their first token on."""
-
-        def draft(self, contexts: Contexts, *others: Any) -> Draft:
-            draft: Draft = super().draft(contexts, *others)
-            draft.tokens[:, 0] += torch.as_tensor(contexts.lengths % 2)
-            return draft
-
-    served = copy.copy(taught("eagle3"))
-    served.__class__ = Other
-    found = diagnosed(served)
-    assert found.explanation.verdict == NONE
-    assert "the server may have another drafter than this one" in found.headline
 
 
 def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path) -> None:

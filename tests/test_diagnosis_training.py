@@ -19,8 +19,8 @@ from draftsmith.diagnosis.causes import CAUSES
 from draftsmith.diagnosis.evidence import PLACES, Evidence
 from draftsmith.diagnosis.mistakes import MISTAKES, with_method
 from heads.heads_drafter import HeadsDrafter
-from tests.diagnosis_controls import GAMMA, TOKENS, target, taught_on
 from tests.tiny import VOCAB, save_tiny
+from tools.diagnosis_controls import GAMMA, TOKENS, target, taught_on
 from train.base.exit_status import ExitStatus
 from train.data.chat_tokens import Sample
 

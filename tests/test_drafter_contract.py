@@ -11,6 +11,7 @@ drafter, what it drafts and a rule that is listed here; the rules alone are enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,11 +22,14 @@ from decode.drafters.pard import mark_parallel
 from decode.model.loading import Target
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, save_drafter
+from decode.shapes import SHAPES
 from heads.kinds import HEADS
 from tests.contract import (
     CASES,
     HEAD_OPTIONS,
     HEAD_RECIPES,
+    NEW,
+    PROMPTS,
     RECIPES,
     case_of,
     check_forgets,
@@ -33,6 +37,7 @@ from tests.contract import (
     check_law,
     check_rows_are_their_own,
     check_stored,
+    decoder,
     name_of,
     recipe,
 )
@@ -115,6 +120,26 @@ def test_greedy_texts_survive_everything(kind: str) -> None:
 def test_what_was_learnt_is_forgotten(kind: str) -> None:
     case = case_of(kind)
     check_forgets(lambda: recipe(kind, case), case)
+
+
+@pytest.mark.parametrize("shape", ["chain", "static:widths=[2,2,1]", "dynamic:width=2,nodes=6"])
+@pytest.mark.parametrize("kind", ["skip", "pass", "kangaroo"])
+def test_drafts_through_the_target_leave_no_trace_in_its_slots(kind: str, shape: str) -> None:
+    """A NaN would spoil its row, although its slot is masked."""
+    drafter: Any = recipe(kind)
+    which = decoder(drafter.with_shape(SHAPES.make(shape)))
+    draft, drafted = which.drafter.draft, []
+
+    def watched(*args: Any) -> Any:
+        before = [x.clone() for store in which.lm.slots._stores for x in store._tensors]
+        drafted.append(draft(*args))
+        now = [x for store in which.lm.slots._stores for x in store._tensors]
+        assert all(torch.equal(*pair) for pair in zip(now, before, strict=True))
+        return drafted[-1]
+
+    with mock.patch.object(which.drafter, "draft", watched):
+        which.decode(PROMPTS, NEW)
+    assert sum(made.sizes.any() for made in drafted) > 3
 
 
 # Rule, drafter and case: each case, and each way in which a draft is made: by a model, by the

@@ -12,7 +12,7 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.draft_vocabulary import reduce_output
-from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter, continuation
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
@@ -84,12 +84,15 @@ def test_a_tree_knows_its_depths() -> None:
 
 
 def search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
-    """The obvious way: the longest ending first, the latest place first."""
+    """The obvious way: the longest ending first, the latest place first. `continuation` says how
+    long the ending is, too."""
+    found: tuple[list[int], int] = [], 0
     for n in range(max_n, min_n - 1, -1):
         for end in range(len(text) - 1, n - 1, -1):
-            if n < len(text) and text[end - n : end] == text[-n:]:
-                return text[end : end + count]
-    return []
+            if not found[1] and n < len(text) and text[end - n : end] == text[-n:]:
+                found = text[end : end + count], n
+    assert continuation(np.array(text), min_n, max_n, count) == found
+    return found[0]
 
 
 @pytest.mark.parametrize(("vocab", "min_n", "max_n"), [(2, 2, 4), (5, 1, 3), (9, 1, 1), (5, 3, 3)])

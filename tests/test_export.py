@@ -457,6 +457,11 @@ def test_an_engine_may_be_named_for_its_format(tmp_path: Path, target: Target) -
         export_drafter(tmp_path / "drafter", engine, tmp_path / engine)
         assert check_export(tmp_path / engine)["layout"] == layout
     assert format_for("vllm", "medusa").name == "medusa"
+    assert format_for("vllm", "pard") is FORMATS["pard"]
+    # Readers that would draft one token after the other.
+    for name in ("transformers", "sglang", "hf", "gguf"):
+        with pytest.raises(UserError, match="cannot hold a pard drafter; use --format pard"):
+            format_for(name, "pard")
 
 
 def test_nothing_is_overwritten(tmp_path: Path, target: Target) -> None:

@@ -32,6 +32,8 @@ from tests.export import (
     EAGLE3,
     FEW,
     KEPT,
+    NEWER3,
+    OTHER3,
     P_EAGLE,
     SHAPE,
     XPRESS,
@@ -187,14 +189,6 @@ def made(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Made:
 
 # --- round trips ----------------------------------------------------------------------------------
 
-# What published layers have that ours have not.
-OTHER3 = EAGLE3 | {
-    "norm_before_fc": True,
-    "norm_before_residual": True,
-    "captured_layers": [1, 3, 5],
-    "layer": {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-3},
-}
-NEWER3 = EAGLE3 | {"fc_norm": True, "norm_output": True}
 OF_TARGET = {"output": "target"}
 # Heads that are written otherwise than those of HEADS: layout, options, tokens.
 VARIANTS: dict[str, tuple[str, dict[str, Any], torch.Tensor | None]] = {

@@ -1,7 +1,10 @@
-"""Exports of heads: the same heads when read back, and accepted in engines as in our own loop."""
+"""Exports of heads, where they differ from what all layouts promise (`test_export_contract`)."""
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,14 +13,19 @@ from transformers import GenerationConfig
 
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
-from draftsmith.auditing.verify_export import verify_export
+from draftsmith.auditing.verify_export import engine_for_drafter, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import Measuring, check_export, export_drafter
+from draftsmith.export.formats.eagle3_layer import is_speculators_config, speculators_config
 from heads.heads_module import Heads
 from tests.export import (
+    DSPARK,
+    EAGLE1,
     FEW,
     KEPT,
+    NEWER3,
+    P_EAGLE,
     PROMPTS,
     SHAPE,
     assert_same_counts,
@@ -27,7 +35,6 @@ from tests.export import (
     reloaded,
     save_target,
     task,
-    train_import,
 )
 from tests.tiny import save_tiny
 from train.measure.tree_acceptance import probe
@@ -107,28 +114,6 @@ def test_an_export_for_another_target_or_deeper_drafts(tmp_path: Path, target: T
             verify_export("vllm", task(target, out, gamma=4))
 
 
-# vLLM
-
-SERVED: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
-    "own": (MEDUSA, None),
-    "shared": (MEDUSA | {"output": "shared", "layers": 2}, KEPT),
-}
-
-
-@pytest.mark.engine
-@pytest.mark.parametrize("what", ["shared", pytest.param("own", marks=pytest.mark.thorough)])
-def test_vllm_accepts_what_our_loop_accepts(what: str, tmp_path: Path, target: Target) -> None:
-    """To the token, after a round trip through an import: identity heads, but for a little noise
-    and training."""
-    needs("vllm")
-    options, kept = SERVED[what]
-    exported(tmp_path, target, options, kept, moved=0.01)
-    again = train_import(tmp_path, target, "vllm")
-    found = verify_export("vllm", task(target, again))
-    assert found.theirs.accepted > 0
-    assert_same_counts(found)
-
-
 @pytest.mark.engine
 @pytest.mark.thorough
 def test_vllm_ends_texts_as_our_loop_does(tmp_path: Path, target: Target) -> None:
@@ -139,3 +124,49 @@ def test_vllm_ends_texts_as_our_loop_does(tmp_path: Path, target: Target) -> Non
     assert 169 in which.eos_token_ids
     out = exported(tmp_path, which, MEDUSA)
     assert_same_counts(verify_export("vllm", task(which, out)))
+
+
+def test_eagle1_drafts_a_whole_vocabulary(tmp_path: Path, seven: Target) -> None:
+    """vLLM has the target's output layer for it and nothing else."""
+    make_heads(tmp_path / "drafter", seven, EAGLE1, KEPT)
+    export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out", measuring=FEW)
+    assert reloaded(tmp_path / "out", seven).heads.vocabulary is None
+    assert check_export(tmp_path / "out")["facts"]["filled_from"] == "the target's output layer"
+
+
+def test_options_that_an_engine_does_not_read_are_refused_before_it_starts(
+    tmp_path: Path, seven: Target
+) -> None:
+    """Of a drafter, and of its export, which other engines read."""
+    make_heads(tmp_path / "drafter", seven, NEWER3)
+    export_drafter(tmp_path / "drafter", "eagle3", tmp_path / "out")
+    for refused in (
+        lambda: engine_for_drafter("openvino", tmp_path / "drafter", "eagle3"),
+        lambda: verify_export("openvino", task(seven, tmp_path / "out")),
+    ):
+        with pytest.raises(UserError, match=r"fc_norm and norm_output, which openvino .* vllm$"):
+            refused()
+
+
+def test_vllm_reads_dspark_in_its_newer_runner_only(tmp_path: Path, spare: Target) -> None:
+    make_heads(tmp_path / "dspark", spare, DSPARK)
+    export_drafter(tmp_path / "dspark", "vllm", tmp_path / "out")
+    with pytest.raises(UserError, match=r"this export is dspark: .*newer runner, .*never ran here"):
+        verify_export("vllm", task(spare, tmp_path / "out"))
+
+
+def test_a_target_whose_config_names_no_architecture(seven: Target) -> None:
+    """As one that was read from a GGUF file."""
+    model = copy.deepcopy(seven.model)
+    model.config.architectures = None
+    job: Any = SimpleNamespace(
+        gamma=3, target_name="target", loaded_target=replace(seven, model=model)
+    )
+    config = speculators_config("dflash", job)
+    assert is_speculators_config(config, "dflash")
+    assert config["verifier"]["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_p_eagle_needs_an_unused_token(tmp_path: Path, seven: Target) -> None:
+    with pytest.raises(UserError, match="no unused special token"):
+        exported(tmp_path, seven, P_EAGLE)

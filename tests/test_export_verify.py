@@ -1,6 +1,5 @@
 """The round trip through engines: transformers here; others, marked `engine`, when installed."""
 
-import shutil
 import sys
 import time
 from dataclasses import replace
@@ -410,19 +409,6 @@ def test_openvino(for_vllm: tuple[Target, Path]) -> None:
     found = verify_export("openvino", task(*for_vllm, max_new_tokens=64))
     assert found.failures == []
     assert found.theirs.accepted > 100
-
-
-@pytest.mark.engine
-@pytest.mark.thorough  # `test_a_server_that_dies_says_why` needs no engine
-def test_vllm_refuses_half_a_drafter(for_vllm: tuple[Target, Path], tmp_path: Path) -> None:
-    needs("vllm")
-    target, path = for_vllm
-    half = Path(shutil.copytree(path, tmp_path / "half"))
-    file = half / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(UserError, match=r"vllm ended before it was ready(?s:.)*vllm\.log"):
-        _start("vllm", task(target, half), tmp_path)
-    assert "safetensor" in (tmp_path / "vllm.log").read_text("utf-8").lower()
 
 
 def test_save_tiny_is_no_export(tmp_path: Path, target: Target) -> None:

@@ -20,7 +20,6 @@ from tests.tiny import tiny_model
 
 model = functools.cache(tiny_model)
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
-NEW = 16
 CAPTURED_LAYERS = (FINAL, 0, 1)
 
 

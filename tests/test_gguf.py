@@ -17,7 +17,6 @@ from decode.model.without_weights import load_shapes
 from tests.gguf_models import ARCHITECTURES, BASE, small_gguf_model, write_model
 
 IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 8, 100, 200, 30, 31, 32] * 3])
-SIZES = {"hidden_size": 32, "num_attention_heads": 4}
 
 
 def scaled(kind: str, **fields: Any) -> dict[str, Any]:

@@ -397,6 +397,8 @@ def test_a_parallel_small_model_keeps_its_weights(tmp_path: Path, target: Target
     assert isinstance(drafter, ParallelLMDrafter)
     assert drafter.mask_token == 302
     export_drafter(tmp_path / "out", "vllm", tmp_path / "export")
+    card = (tmp_path / "export" / "README.md").read_text("utf-8")
+    assert '"parallel_drafting": true' in card
     before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)

@@ -53,7 +53,7 @@ def test_every_package_is_one_of_the_product_or_beside_it() -> None:
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
 CHILDREN = {
     "tools/peers_child.py",
-    "tests/speculators_child.py",
+    "tools/speculators_child.py",
     "benchmarks/shared/speculators_child.py",
     "draftsmith/export/engines/library_server.py",
     "train/engines/states/vllm_connector.py",

@@ -60,7 +60,7 @@ def plain_logits(heads: Any, model: Any, text: Tensor, depth: int) -> Tensor:
 
 
 class Checked(PassDrafter):
-    """Checks each draft against `plain_logits`, and that it leaves no trace in the slots."""
+    """Checks each draft against `plain_logits`."""
 
     drafts = 0
 
@@ -68,11 +68,7 @@ class Checked(PassDrafter):
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         assert self.lm is not None
-        stores = self.lm.slots._stores
-        before = [x.clone() for store in stores for x in store._tensors]
         draft = super().draft(contexts, limits, sampling, rng)
-        now = [x for store in stores for x in store._tensors]
-        assert all(torch.equal(*pair) for pair in zip(now, before, strict=True))
         for row, tokens in enumerate(drafted(draft)):
             if tokens:
                 text = torch.as_tensor(contexts.tokens[row, : contexts.lengths[row]])

@@ -14,7 +14,7 @@ import torch
 from decode.base.errors import UserError
 from decode.costs import Costs
 from decode.draft import Asked, Draft
-from decode.drafters import DRAFTERS, Drafter
+from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter
@@ -284,7 +284,6 @@ SPECS = {
     "heuristic": "heuristic:max_depth=6",
     "worth": "worth:max_depth=4",
 }
-BY_BATCH = {"by_batch", "cost_model", "worth"}  # what these decide is decided for all rows together
 
 
 def test_every_policy_is_tested() -> None:
@@ -303,23 +302,6 @@ def test_reach_ends_by_the_product_of_the_estimates() -> None:
         assert ended.tolist() == ends
     with pytest.raises(UserError, match="threshold is 2"):
         POLICIES.make("reach:threshold=2")
-
-
-def decoder(policy: str, temperature: float) -> Decoder:
-    drafter = SmallLMDrafter(model("llama", seed=7, layers=1))
-    return Decoder(
-        model("llama"), drafter, policy=POLICIES.make(SPECS[policy]), sampling=Sampling(temperature)
-    )
-
-
-@pytest.mark.parametrize("name", sorted(BY_BATCH))
-def test_greedy_text_is_the_targets(name: str) -> None:
-    plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(PROMPTS, 24)
-    found = decoder(name, 0.0).decode(PROMPTS, 24)
-    assert found.outputs == plain.outputs
-    assert (
-        max(int(step.depths.max()) for step in found.steps) <= POLICIES.make(SPECS[name]).max_depth
-    )
 
 
 def short_lm() -> SmallLMDrafter:

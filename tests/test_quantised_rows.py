@@ -1,6 +1,5 @@
 """Weights in the form of a GGUF file: the same bits as with float32 weights."""
 
-import copy
 from typing import Any
 
 import gguf
@@ -11,7 +10,6 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import nn
 
-from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import huge_pages
 from decode.model.forward.few_rows import FORMS
 from decode.model.forward.huge_pages import in_huge_pages
@@ -20,8 +18,6 @@ from decode.model.forward.prepare_model import refresh_packed
 from decode.model.forward.quantised_rows import FIRST, TYPES, QuantisedFile, unpacked
 from decode.model.forward.quantised_rows import FORMS as OWN_FORMS
 from tests.export import needs_few_rows
-from tests.tiny import real_target
-from train.measure.machine import describe_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -109,28 +105,6 @@ def test_other_types_of_a_file_are_left() -> None:
     file = QuantisedFile([(kind, raw)])
     assert not file.tensors
     assert file.rows(np.zeros((16, 256), np.float32)) is None
-
-
-@pytest.mark.real
-@pytest.mark.thorough  # small files of each kind are above
-def test_the_embedded_target_is_read_in_its_own_form() -> None:
-    """Passes over one token and over many have the bits that float32 weights give."""
-    model = real_target().model
-    ids = torch.arange(40, 60)[None]
-
-    def logits(some: Any) -> list[torch.Tensor]:
-        lm = CachedLM(some)
-        lm.reset(1, 64)
-        with torch.inference_mode():
-            parts = ((0, 9), (9, 10), (10, 14))
-            return [lm.forward(ids[:, a:b], np.array([a])) for a, b in parts]
-
-    kernels = describe_kernels(CachedLM(model))
-    assert set(kernels["weights"]) == {"Q4_1", "Q8_0 or Q5_0"}
-    assert sum(kernels["weights"].values()) < 97
-    from_no_file = copy.deepcopy(model)
-    assert set(describe_kernels(CachedLM(from_no_file))["weights"]) == {"float32"}
-    assert all(map(torch.equal, logits(model), logits(from_no_file)))
 
 
 def test_huge_pages_hold_what_was_packed_until_its_last_tensor_ends() -> None:

@@ -17,7 +17,7 @@ from decode.draft import Draft, Limits, Siblings
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling, draw
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.shapes import SHAPES, Growth, Shape
 from decode.shapes.structure import Structure
@@ -27,7 +27,6 @@ from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
 from tests.tiny import after, moved, tiny_model
 
 GREEDY = Sampling()
-PLAIN = Sampling(1.0)
 Path = tuple[int, ...]
 
 # One of each kind, at most 3 deep.
@@ -538,24 +537,3 @@ def test_trees_up_to_the_end_of_the_context() -> None:
     assert draft_depth == max_depth
     # Past the end too: the drafter then reads the last part of the text.
     assert depths == [[max_depth, max_depth]] * 13
-
-
-# --- promise 20: q is honest ----------------------------------------------------------------------
-
-
-def again(draft: Draft, rng: CounterRNG, rows: Tensor) -> Tensor:
-    """The tokens of these rows (int64 [b]) that the declared q gives with their nodes' uniforms."""
-    assert draft.q is not None
-    nodes = draft.tokens.shape[1]
-    uniforms = rng.uniforms(CounterRNG.DRAFT, 0, nodes)[rows]
-    drawn, q, every = draft.tokens[rows], draft.q[rows], torch.arange(len(rows))
-    q_rows, parents = draft.rows_of_q()[rows], draft.parent_rows()[rows]
-    tokens = torch.zeros_like(drawn)
-    for node in range(nodes):
-        weights = q[every, q_rows[:, node]].clone()
-        if draft.siblings == "distinct":
-            for elder in range(node):
-                gone = parents[:, elder] == parents[:, node]
-                weights[every[gone], drawn[gone, elder]] = 0.0
-        tokens[:, node] = draw(weights, uniforms[:, node])
-    return tokens

@@ -10,10 +10,7 @@ import torch
 from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.sparse import KeptTokens, SparseDrafter, choose_chunks
-from decode.draw.sampling import Sampling
 from decode.loop.decoded import Decoded
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
@@ -21,12 +18,11 @@ from decode.model.forward.prepare_model import prepare
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from draftsmith.edge.remote_target import RemoteLM
-from tests.tiny import finish, forbid_packing, tiny_model, tiny_target
+from tests.tiny import finish, tiny_model, tiny_target
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14, 200, 3] * 6]
 # Chosen anew every 6 tokens: 2 sinks, 4 to 6 recent tokens and two chunks of 3.
 FEW: dict[str, int] = {"sinks": 2, "recent": 4, "chunk": 3, "budget": 12, "every": 6}
-SHAPE_NAMES = ["chain", "static:widths=[3,2,1]", "dynamic"]
 
 
 def sparse(**options: int) -> SparseDrafter:
@@ -156,29 +152,6 @@ def test_slots_have_the_kept_tokens_while_rows_join_and_leave(shape: str) -> Non
 # --- the text -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("family", "shape"), list(zip(["llama", "gpt2", "raw"], SHAPE_NAMES, strict=True))
-)
-def test_greedy_text_is_the_targets(
-    family: str, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In ragged rows: the lean forward, transformers' with our attention, and with its own. A part
-    that is the complete text drafts what the target says."""
-    if family == "raw":  # as on a GPU
-        forbid_packing(monkeypatch)
-    lm = tiny_model("llama" if family == "raw" else family)
-    plain, made = plain_texts(lm), SHAPES.make(shape, depth=4)
-    few = run(lm, sparse().with_shape(made))
-    every = run(lm, sparse(budget=200).with_shape(made))
-    assert few.outputs == every.outputs == plain
-    assert few.counts.acceptance_rate < 1
-    # The deepest path of a dynamic tree can be another one.
-    if shape != "dynamic":
-        for step in every.steps:
-            assert (step.accepted == np.minimum(step.longest(), step.depths)).all()
-    assert every.counts.tokens_per_step > max(3, few.counts.tokens_per_step)
-
-
 def test_more_of_the_text_is_accepted_more() -> None:
     lm = tiny_model("llama")
     rates = [
@@ -186,20 +159,6 @@ def test_more_of_the_text_is_accepted_more() -> None:
         for budget in (6, 30, 120)
     ]
     assert rates[0] < rates[1] < rates[2] == 1
-
-
-def test_in_a_cascade_it_drafts_what_it_drafts_alone() -> None:
-    """TriForce: a smaller drafter, the target over a part of its cache, the target."""
-    lm = tiny_model("llama")
-    for sampling, rule in ((Sampling(), None), (Sampling(0.7), "coupled")):
-        options: dict[str, Any] = {"sampling": sampling, "rule": rule, "gamma": 5}
-        alone = run(lm, sparse(), **options)
-        both = run(lm, VerticalCascade(sparse(), NgramDrafter(1, 3), gamma=3), **options)
-        assert both.outputs == alone.outputs
-        assert 0.1 < both.counts.acceptance_rate < 1
-        assert [step.accepted.tolist() for step in both.steps] == [
-            step.accepted.tolist() for step in alone.steps
-        ]
 
 
 # --- what is refused ------------------------------------------------------------------------------

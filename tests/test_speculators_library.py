@@ -17,12 +17,13 @@ from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
 from heads.layers.unrolled_attention import causal_attention
 from tests.export import KEPT, make_heads, require_environment, save_target
+from tests.imports import ROOT
 from tests.mtp_targets import save_mtp_target
 from tests.tiny import VOCAB, save_tiny
 from tools.child_job import run_job
 from train.engines.child_process import package_version
 
-LIBRARY, CHILD = "speculators", Path(__file__).with_name("speculators_child.py")
+LIBRARY, CHILD = "speculators", ROOT / "tools" / "speculators_child.py"
 FORM = "speculators-mtp"
 # A free id, for masks.
 BLOCK = {"mask_token_id": VOCAB + 1, "target_layer_ids": [1, 3]}

@@ -46,22 +46,6 @@ def test_a_step_with_a_tree_looks_at_no_module_of_the_target(
     assert len(prepared) <= 2  # the target and the drafter, once for a text
 
 
-# Other families than those that everything is tested with: (fields of the config, attention).
-MORE: dict[str, tuple[dict[str, Any], str]] = {
-    "gemma2": ({"head_dim": 8, "sliding_window": 64}, "eager"),
-    "gemma3_text": (
-        {
-            "head_dim": 8,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "sdpa",
-    ),
-    "phi3": ({}, "sdpa"),
-    "opt": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, "eager"),
-}
-
-
 # --- sampled --------------------------------------------------------------------------------------
 
 

@@ -131,16 +131,6 @@ def test_what_is_drafted_is_what_was_trained(kind: str) -> None:
     assert beyond > 2
 
 
-def compare(ours: list[tuple[Contexts, Draft]], theirs: list[tuple[Contexts, Draft]]) -> None:
-    assert len(ours) == len(theirs)
-    for (text, one), (other_text, other) in zip(ours, theirs, strict=True):
-        assert (text.tokens == other_text.tokens).all()
-        assert torch.equal(one.tokens, other.tokens)
-        assert (one.q is None) == (other.q is None)
-        if one.q is not None and other.q is not None:
-            assert distance(one.q, other.q) < 0.01
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "hydra_plus", "p_eagle", "dflash", "kangaroo"])
 def test_a_long_text_costs_what_its_window_does(kind: str) -> None:
     """Attention gets a few slots of a long text, and few of its entries are ever computed."""

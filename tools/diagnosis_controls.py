@@ -12,6 +12,7 @@ once into our own service, and the whole diagnosis is run.
 """
 
 import copy
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,33 +24,130 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.drafters import Drafter
+from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.shipped import SHIPPED
+from decode.settings import DecodeSettings
 from draftsmith.cli.command import given_or_shipped
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.entry import open_plain
+from draftsmith.diagnosis.entry import Diagnosis, diagnose, open_plain
 from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.acceptance import Counting
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.options import HeadOptions
-from tests.diagnosis_controls import (
-    BEGINNING,
-    GAMMA,
-    KINDS,
-    TOKENS,
-    as_batch,
-    prompts,
-    target,
-    taught,
-    taught_heads,
-    texts_of,
-    through_service,
-)
+from tests.export import teach
+from tests.service import serving
+from tests.tiny import VOCAB, tiny_target
+from train.settings.server_config import ServerConfig
+
+GAMMA, TOKENS = 3, 5
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"type": "eagle1", "depth": GAMMA, "window": 6},
+    "eagle3": {"type": "eagle3", "steps": GAMMA},
+    "mtp": {"type": "mtp", "depth": GAMMA},
+    "dflash": {"type": "dflash", "layers": 2, "block": GAMMA + 1, "taps": [0, 2]},
+    "medusa": {"type": "medusa", "heads": GAMMA},
+    "small_lm": {},
+}
+REDUCED = ("eagle3",)  # to a draft vocabulary
+TAUGHT, BEGINNING, ANSWER = 24, 6, 24  # texts, and their tokens
+STEPS = 250
+
+
+@functools.cache
+def target() -> Target:
+    """A tiny target with layers enough for every kind of drafter, and ids for mask tokens."""
+    made = tiny_target(vocab=VOCAB + 8, layers=7, max_positions=512)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # a norm that does more than to scale, as trained ones do
+        made.model.model.norm.weight.uniform_(0.5, 1.5)
+    return made
+
+
+@functools.cache
+def known() -> list[list[int]]:
+    """The texts that drafters learn."""
+    return texts_of(target())
+
+
+def texts_of(one: Target, asked: Sequence[list[int]] | None = None) -> list[list[int]]:
+    """Prompts, random ones by default, with the target's greedy answers, token ids."""
+    rng = np.random.default_rng(1000)
+    asked = asked or [rng.integers(3, VOCAB, BEGINNING).tolist() for _ in range(TAUGHT)]
+    answers = Decoder(one.model, DRAFTERS.make("none"), gamma=1).decode(asked, ANSWER).outputs
+    return [x + y for x, y in zip(asked, answers, strict=True)]
+
+
+def prompts(count: int, seed: int, texts: Sequence[list[int]] | None = None) -> list[list[int]]:
+    """Token ids: different beginnings of known texts, so that what follows each is known, too."""
+    cuts = range(BEGINNING, BEGINNING + ANSWER - TOKENS - GAMMA - 1)
+    whole = (text for text in texts or known() if len(text) == BEGINNING + ANSWER)
+    found = [text[:cut] for text in whole for cut in cuts]
+    return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:count]]
+
+
+@functools.cache
+def taught(kind: str, seed: int = 0) -> Drafter:
+    """A drafter of this kind that learnt some texts of the target by heart."""
+    return taught_on(known(), kind, seed)
+
+
+def taught_on(
+    learnt: Sequence[Sequence[int]],
+    kind: str,
+    seed: int = 0,
+    one: Target | None = None,
+    steps: int = STEPS,
+) -> Drafter:
+    """A drafter of this kind that learnt texts of the target, token ids, by heart; in fewer steps
+    less well. one: the target, if it is another one."""
+    one = one or target()
+    torch.manual_seed(seed)
+    if kind == "small_lm":
+        model = copy.deepcopy(one.model)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.15 * weight.std() * torch.randn(weight.shape)
+        return SmallLMDrafter(model)
+    ids, mask = as_batch(learnt)
+    reduced = ids.unique() if kind in REDUCED else None
+    heads = new_heads(HeadOptions.of(KINDS[kind]), one, reduced)
+    return taught_heads(ids, mask, heads, one, steps=steps)
+
+
+def as_batch(texts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Texts as int64 [N, T], and which tokens there are."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(x) for x in texts], batch_first=True)
+    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
+
+
+def taught_heads(
+    ids: torch.Tensor, mask: torch.Tensor, heads: Any, one: Target, **options: Any
+) -> Drafter:
+    """The drafter of new heads that learnt these texts. options: for `teach`."""
+    with torch.no_grad():  # attention and norms count from the beginning, and with it positions
+        for name, weight in heads.named_parameters():
+            if "o_proj" in name:
+                weight.normal_(std=0.1)
+            if "norm" in name:
+                weight.mul_(1 + 0.5 * torch.randn(weight.shape))
+    teach(heads, one, ids, mask, **{"steps": STEPS} | options)
+    heads.eval().requires_grad_(False)
+    kind = DRAFTERS[heads.options.type]
+    drafter: Drafter = kind(heads, one.vocab_size)  # type: ignore[call-arg]
+    return drafter
+
+
+def through_service(kind: str, served: Drafter, count: int, **settings: Any) -> Diagnosis:
+    """Our service drafts with `served`; the diagnosis is given the drafter as it is."""
+    with serving(target(), served, DecodeSettings(gamma=GAMMA, **settings)) as running:
+        config = ServerConfig(url=[running.url], concurrency=1)
+        return diagnose(running.url, target(), taught(kind), prompts(count, 0), config, gamma=GAMMA)
+
 
 ROUNDED = "equal, in bfloat16"
 # Drafters of a kind, taught from other random weights, and repetitions in all.
@@ -57,7 +155,7 @@ SEEDS, DRAWS, HONEST_DRAWS, DRAWN = 4, 20, 100, 200
 # That the loop with a planted drafter decodes together: of the tiny target, of the embedded one.
 ROWS, MORE_ROWS = 8, 25
 # Of the embedded target: it writes a text for one shipped prompt of so many; the training.
-SPREAD, STEPS, RATE = 5, 120, 1e-3
+SPREAD, FEWER_STEPS, RATE = 5, 120, 1e-3
 FEWER = {"medusa": 20, "eagle3": 40, "mtp": 40, "small_lm": 40}
 LAYERS = 2  # of its small LM
 TAPS = [1, 14, 26]  # of its DFlash
@@ -106,7 +204,9 @@ def embedded(keep: Path) -> Bench:
             options = KINDS[kind] | ({"taps": TAPS} if kind == "dflash" else {})
             ids, mask = as_batch(texts)
             heads = new_heads(HeadOptions.of(options), one, ids.unique())
-            learnt = taught_heads(ids, mask, heads, one, steps=FEWER.get(kind, STEPS), lr=RATE)
+            learnt = taught_heads(
+                ids, mask, heads, one, steps=FEWER.get(kind, FEWER_STEPS), lr=RATE
+            )
             assert isinstance(learnt, HeadsDrafter)
             save_heads(path, learnt.heads, target=one, provenance={"stage": "heads"})
         return [open_plain(path, one)]

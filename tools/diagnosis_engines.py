@@ -21,10 +21,10 @@ from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
 from heads.heads_directory import save_heads
 from heads.heads_drafter import HeadsDrafter
-from tests.diagnosis_controls import GAMMA, STEPS, prompts, taught_on, texts_of
 from tests.mtp_targets import save_mtp_target, write_qwen_gguf
 from tests.tiny import VOCAB, save_tiny
 from tools.audit_engines import serve_llama, serve_vllm
+from tools.diagnosis_controls import GAMMA, STEPS, prompts, taught_on, texts_of
 from train.settings.server_config import ServerConfig
 
 Serve = Callable[[Path], AbstractContextManager[str]]

@@ -37,7 +37,7 @@ from benchmarks.serve.client import (
     COMPLETIONS,
     JSON,
     RESPONSES,
-    Answer,
+    ClientAnswer,
     ask,
     read_metrics,
 )
@@ -96,7 +96,7 @@ class Job:
         """What it asks for, in few characters."""
         return str(self.malformed or self.body)[:300]
 
-    def send(self, url: str) -> Answer:
+    def send(self, url: str) -> ClientAnswer:
         if self.malformed is not None:
             content, kind, path, method, _ = self.malformed
             return ask(url, content, path, kind=kind, method=method)
@@ -178,7 +178,7 @@ def soak(
             log = [entry for part in pool.map(client, dices) for entry in part]
         answers = []
         for job, outcome in log:
-            if isinstance(outcome, Answer):
+            if isinstance(outcome, ClientAnswer):
                 answers.append((job, outcome))
                 _judge(job, outcome, texts, seeded, result)
             else:  # the connection broke, though nobody hung up
@@ -208,7 +208,7 @@ def _send_defaults(
     """MiB of the service before and after so many requests that name no length."""
     prompts = sorted({prompt for prompt, _ in texts})
 
-    def send(number: int) -> Answer:
+    def send(number: int) -> ClientAnswer:
         prompt = prompts[number // 3 % len(prompts)]
         path, field = (
             (CHAT, {"messages": [{"role": "user", "content": prompt}]}),
@@ -227,7 +227,7 @@ def _send_defaults(
 
 # {what is asked: the first job that asks for it, with its texts}
 Seeded = dict[str, tuple[Job, dict[int, str]]]
-Log = list[tuple[Job, Answer | Exception]]
+Log = list[tuple[Job, ClientAnswer | Exception]]
 
 
 def _client(url: str, texts: Texts, dice: random.Random, end: float, hang_ups: bool) -> Log:
@@ -281,7 +281,7 @@ def draw_job(texts: Texts, dice: random.Random, hang_ups: bool) -> Job:
     return Job(chat | {"n": dice.choice((1, 1, 2))}, prompt=prompt)
 
 
-def _judge(job: Job, answer: Answer, texts: Texts, seeded: Seeded, result: Soak) -> None:
+def _judge(job: Job, answer: ClientAnswer, texts: Texts, seeded: Seeded, result: Soak) -> None:
     """Compare one answer with what it must be."""
     result.statuses["none" if answer.status is None else str(answer.status)] += 1
     result.tokens += answer.usage.get("completion_tokens", 0)
@@ -317,7 +317,7 @@ def _judge(job: Job, answer: Answer, texts: Texts, seeded: Seeded, result: Soak)
         _compare(job, answer, known, result)
 
 
-def _compare(job: Job, answer: Answer, known: dict[int, str], result: Soak) -> None:
+def _compare(job: Job, answer: ClientAnswer, known: dict[int, str], result: Soak) -> None:
     """Compare texts with those that the same request has got before."""
     for index, text in answer.texts.items():
         if known.setdefault(index, text) == text:
@@ -329,7 +329,7 @@ def _compare(job: Job, answer: Answer, known: dict[int, str], result: Soak) -> N
 def _differences(
     before: Mapping[str, float],
     after: Mapping[str, float],
-    answers: Sequence[tuple[Job, Answer]],
+    answers: Sequence[tuple[Job, ClientAnswer]],
     *,
     exact: bool,
 ) -> list[str]:

@@ -18,7 +18,7 @@ TIMEOUT = 300  # seconds without a byte
 
 
 @dataclass
-class Answer:
+class ClientAnswer:
     """What a client got. status: None if it hung up before there was one. texts, reasons: of the
     choices, by index. usage, counts: as the service reports them, {} if it does not. error: of a
     refusal, or in a stream. first, seconds: from the request to the first text, and to the end.
@@ -84,7 +84,7 @@ def ask(
     kind: str = JSON,
     method: str = "POST",
     hang_up: int | None = None,
-) -> Answer:
+) -> ClientAnswer:
     """Send one request on its own connection and read the answer.
 
     url: `http://HOST:PORT`. body: JSON, or what is sent as it is. hang_up: close the connection
@@ -94,7 +94,7 @@ def ask(
     """
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT)
-    answer, begun = Answer(), time.perf_counter()
+    answer, begun = ClientAnswer(), time.perf_counter()
     try:
         # A service may refuse a body before it has read it; then its answer can be read.
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -136,7 +136,9 @@ def events(lines: Iterator[bytes]) -> Iterator[dict[str, Any] | None]:
             yield None
 
 
-def ask_all(url: str, bodies: Sequence[dict[str, Any]], clients: int) -> tuple[list[Answer], float]:
+def ask_all(
+    url: str, bodies: Sequence[dict[str, Any]], clients: int
+) -> tuple[list[ClientAnswer], float]:
     """All answers, and the seconds that they took. So many clients each send their next request
     when they have their answer."""
     with ThreadPoolExecutor(clients) as pool:

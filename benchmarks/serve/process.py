@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from benchmarks.common import OUTPUT_CHARACTERS, start_benchmark
-from benchmarks.serve.client import CHAT, Answer, ask
+from benchmarks.serve.client import CHAT, ClientAnswer, ask
 from decode.model.loading import Target, load_target
 from train.base.console import Reporter
 from train.data.read import Example, read_examples
@@ -103,7 +103,7 @@ class ServiceProcess:
         self._output.seek(0)
         return self._output.read().decode(errors="replace")[-OUTPUT_CHARACTERS:]
 
-    def warm_up(self, model: str = MODEL) -> Answer:
+    def warm_up(self, model: str = MODEL) -> ClientAnswer:
         """Ask for a few tokens: a service may load its model at the first request."""
         message = {"role": "user", "content": "Hello"}
         return ask(self.url, {"model": model, "messages": [message], "max_tokens": 2}, CHAT)

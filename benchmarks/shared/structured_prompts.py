@@ -10,7 +10,7 @@ TEXT = {"type": "string", "maxLength": 40}
 
 
 @dataclass(frozen=True)
-class Asked:
+class StructuredPrompt:
     """A prompt and what its answer must be: JSON of a schema, or one of some choices."""
 
     kind: str
@@ -90,7 +90,7 @@ def call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return record({"name": {"const": name}, "arguments": record(arguments)})
 
 
-def prompts_of(count: int) -> list[Asked]:
+def prompts_of(count: int) -> list[StructuredPrompt]:
     """`count` prompts of each kind, at most 8, those of one kind after the other."""
     calls = {"anyOf": [call(name, arguments) for name, arguments in FUNCTIONS.items()]}
     names = ", ".join(f"{name}({', '.join(given)})" for name, given in FUNCTIONS.items())
@@ -98,13 +98,13 @@ def prompts_of(count: int) -> list[Asked]:
     topics = "; ".join(TOPICS)
     return [
         *(
-            Asked(
+            StructuredPrompt(
                 KINDS[0], f"Give the person in the text as JSON with {keys}. Text: {text}", PERSON
             )
             for text in PEOPLE[:count]
         ),
         *(
-            Asked(
+            StructuredPrompt(
                 KINDS[1],
                 f"Give all {LISTED} people in the text as a JSON array of objects with {keys}. "
                 f"Text: {' '.join(_people(first))}",
@@ -113,7 +113,7 @@ def prompts_of(count: int) -> list[Asked]:
             for first in range(count)
         ),
         *(
-            Asked(
+            StructuredPrompt(
                 KINDS[2],
                 f"Answer with one function call as JSON with name and arguments. The functions are "
                 f"{names}. Request: {text}",
@@ -122,7 +122,7 @@ def prompts_of(count: int) -> list[Asked]:
             for text in REQUESTS[:count]
         ),
         *(
-            Asked(
+            StructuredPrompt(
                 KINDS[3],
                 f"What is the message about? Answer with one of: {topics}. Message: {text}",
                 choices=TOPICS,
@@ -137,7 +137,7 @@ def _people(first: int) -> list[str]:
     return [PEOPLE[(first + i) % len(PEOPLE)] for i in range(LISTED)]
 
 
-def is_valid(asked: Asked, answer: str) -> bool:
+def is_valid(asked: StructuredPrompt, answer: str) -> bool:
     """Whether an answer is one of the choices, or JSON of the schema."""
     import jsonschema  # of the extra `dev`
 

@@ -79,7 +79,7 @@ class Decoder:
     first_target: the prefill pass yields the first token, so every draft follows a token of the
         target. If False, the first token is drafted and verified like all others. The text is the
         same (when sampled: its distribution), each prompt takes one more pass, and the counts
-        include that token. This helps to debug a drafter right after a prompt.
+        include that token. So it is at an edge, and in engines that draft the first token too.
     numbers_repeat: whether a drafter that learns may remember a text that was drawn with the same
         random numbers. Such a drafter gets other numbers in each decode. Set it to False if each
         text has numbers of its own, or if the drafter forgets first.

@@ -15,7 +15,7 @@ from decode.model.loading import Target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.students import STUDENTS, Student
-from distill.teacher.decoder_states import Sources, decoder_states
+from distill.teacher.decoder_states import PaddedSources, decoder_states
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
 
 DECODER_ONLY = "it needs a decoder-only target, and this target has an encoder"
@@ -76,7 +76,7 @@ class EncoderDecoderDistillation(Distillation):
         loss_mask: Tensor,
         teacher: Teacher | None = None,
         agreement_with: Callable[[slice], TeacherLogits] | None = None,
-        sources: Sources | None = None,
+        sources: PaddedSources | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Distillation.forward`. sources: what the encoder reads for each row."""
         assert sources is not None, "a student with an encoder reads sources"

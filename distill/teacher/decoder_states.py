@@ -16,19 +16,19 @@ from transformers import PreTrainedModel
 from decode.model.generation_config import padded_prompts
 
 # What the encoder reads, and its attention mask: int64 [B, S] each, padded on the right.
-Sources = tuple[Tensor, Tensor]
+PaddedSources = tuple[Tensor, Tensor]
 
 
 def padded_sources(
     sources: Mapping[str, Sequence[int]], ids: Sequence[str], device: torch.device
-) -> Sources:
+) -> PaddedSources:
     """The sources of a batch of samples `ids`. Without samples, one row of padding."""
     texts = [sources[sample] for sample in ids] or [[0]]
     return padded_prompts(texts, 0, device, right=True)
 
 
 def decoder_states(
-    model: PreTrainedModel, sources: Sources, input_ids: Tensor, attention_mask: Tensor
+    model: PreTrainedModel, sources: PaddedSources, input_ids: Tensor, attention_mask: Tensor
 ) -> Tensor:
     """[B, T, H]: what the output layer reads at each token of the decoder's texts, int64 [B, T]
     with their mask. Differentiable. Logits are `added_bias` more than the output layer's."""

@@ -75,7 +75,7 @@ NEEDED = ("lossless", "target", "passes", "prefill", "plain")
 
 
 @dataclass
-class Findings:
+class ItemFigures:
     """figures: JSON values by item. errors: by item, why it has no figure."""
 
     figures: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Findings:
         return self.figures.get(item)
 
 
-class Examination(Findings):
+class Examination(ItemFigures):
     """What `examine` found."""
 
     @property

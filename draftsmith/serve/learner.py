@@ -35,7 +35,7 @@ from heads.online_heads import require_learns
 from train.base.console import Reporter
 from train.base.directory_lock import DirectoryLock
 from train.online.learners import Learning
-from train.online.learning import Online, Round
+from train.online.learning import LearningRound, Online
 from train.online.stream_progress import StreamProgress, Versions
 from train.settings.online_config import OnlineConfig
 
@@ -313,7 +313,7 @@ class ServiceLearner(RowWatch):
             self._progress = saved
             self._versions.resume(self.online, saved)
 
-    def _note(self, learnt: Round) -> None:
+    def _note(self, learnt: LearningRound) -> None:
         """Record a round, and write its version."""
         rounds = self._progress.rounds
         rounds.append(asdict(learnt) | {"served": self.online.collector.requests})

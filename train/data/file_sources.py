@@ -24,7 +24,7 @@ OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 Raw = bytes | dict[str, Any]  # a row before parsing: a line of JSON, or its fields
 
 
-class Source(ABC):
+class RowSource(ABC):
     """A source of rows. name: as the user wrote it, for messages. label: for ids. names_ids: the
     ids that its rows have begin with the label."""
 
@@ -44,7 +44,7 @@ class Source(ABC):
         """JSON values that are others when the rows may be others."""
 
 
-class FileSource(Source):
+class FileSource(RowSource):
     def __init__(self, name: str, label: str, path: Path) -> None:
         super().__init__(name, label)
         self.path = path

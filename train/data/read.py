@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 import numpy as np
 
 from decode.base.errors import UserError
-from train.data.file_sources import Raw, Source
+from train.data.file_sources import Raw, RowSource
 from train.data.row_kinds import (
     EXPECTED,
     KINDS,
@@ -88,26 +88,26 @@ class ReadReport:
         return f"{line} ({reasons})" if reasons else line
 
 
-class Rows(Sequence[Example]):
+class LazyExamples(Sequence[Example]):
     """Examples that are read when they are asked for."""
 
     @abstractmethod
-    def select(self, rows: Sequence[int] | np.ndarray) -> "Rows":
+    def select(self, rows: Sequence[int] | np.ndarray) -> "LazyExamples":
         """The rows with these numbers, in this order."""
 
     @overload
     def __getitem__(self, row: int) -> Example: ...
 
     @overload
-    def __getitem__(self, row: slice) -> "Rows": ...
+    def __getitem__(self, row: slice) -> "LazyExamples": ...
 
-    def __getitem__(self, row: int | slice) -> "Example | Rows":
+    def __getitem__(self, row: int | slice) -> "Example | LazyExamples":
         if isinstance(row, slice):
             return self.select(range(len(self))[row])
         return next(iter(self.select([range(len(self))[row]])))
 
 
-class Examples(Rows):
+class Examples(LazyExamples):
     """Rows of an Arrow table, each made when it is asked for. A row takes 8 bytes of memory beside
     the table, which ranks map from one file.
 
@@ -242,7 +242,7 @@ def id_keys(examples: Sequence[Example]) -> np.ndarray:
 
 def select(examples: T, rows: Sequence[int] | np.ndarray) -> T:
     """The examples with these numbers, in this order."""
-    if isinstance(examples, Rows):
+    if isinstance(examples, LazyExamples):
         return cast(T, examples.select(rows))
     return cast(T, [examples[row] for row in rows])
 
@@ -284,7 +284,7 @@ class ReadSettings(NamedTuple):
 
 
 def read_sources(
-    names: list[str], sources: Sequence[Source], settings: ReadSettings, file: Path | None = None
+    names: list[str], sources: Sequence[RowSource], settings: ReadSettings, file: Path | None = None
 ) -> tuple[Examples, ReadReport]:
     """`read_examples` of sources with these names. file: for the table. None: it is in memory."""
     try:
@@ -300,7 +300,7 @@ class _SameIds(Exception):
 
 
 def _read(
-    names: list[str], sources: Sequence[Source], settings: ReadSettings, file: Path | None
+    names: list[str], sources: Sequence[RowSource], settings: ReadSettings, file: Path | None
 ) -> tuple[Examples, ReadReport]:
     limit, on_bad, max_bad_rate, reasoning = settings
     report = ReadReport(files=names)
@@ -348,7 +348,7 @@ def _read(
     return examples, report
 
 
-def _refuse(example: Example, other: Source, number: int, source: Source) -> None:
+def _refuse(example: Example, other: RowSource, number: int, source: RowSource) -> None:
     """Raise BadRow for an example whose id is that of a row before, or _SameIds if that row is of
     another source and the ids do not name their sources yet. other, number: of the row before.
     source: of the example."""
@@ -381,7 +381,7 @@ def spread(items: Sequence[Any], count: int | None) -> list[Any]:
     return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> Example:
+def _understand(source: RowSource, number: int, raw: Raw, keep_reasoning: bool) -> Example:
     """The example in a row. Raises BadRow."""
     fields = parse_line(raw) if isinstance(raw, bytes) else raw
     # A data set has null if a row lacks a column that other rows have.

@@ -27,7 +27,7 @@ from train.data.file_sources import (
     Lines,
     Paragraphs,
     Raw,
-    Source,
+    RowSource,
     file_type,
     first_words,
 )
@@ -75,7 +75,7 @@ class SourceName(NamedTuple):
         return path + subset + (f"@{self.split}" if self.split is not None else "")
 
 
-def sources_of(names: list[str], base_dir: Path) -> Iterator[Source]:
+def sources_of(names: list[str], base_dir: Path) -> Iterator[RowSource]:
     """The sources with these names, one for each file. Relative paths start at `base_dir`. Raises
     UserError for a source that is named twice, for a subset or split of a file that has none, and
     for a type of files that is not read."""
@@ -99,7 +99,7 @@ def sources_of(names: list[str], base_dir: Path) -> Iterator[Source]:
         yield from _sources(written, name, label, path)
 
 
-def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[Source]:
+def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[RowSource]:
     kind = file_type(path.name)
     if path.is_dir() or kind not in TYPES:
         if path.is_file():
@@ -129,7 +129,7 @@ def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator
         yield from _Splits(name, {"train": [source]}).chosen()
 
 
-def _file(name: str, label: str, path: Path, kind: str, options: Mapping[str, Any]) -> Source:
+def _file(name: str, label: str, path: Path, kind: str, options: Mapping[str, Any]) -> RowSource:
     """The source of one file. options: of the builder of its data set."""
     if kind in TABLES:
         return TableFile(name, label, path, options)
@@ -141,10 +141,10 @@ def _file(name: str, label: str, path: Path, kind: str, options: Mapping[str, An
 class _Splits:
     """The sources of a data set by split."""
 
-    def __init__(self, name: SourceName, sources: Mapping[str, list[Source]]) -> None:
+    def __init__(self, name: SourceName, sources: Mapping[str, list[RowSource]]) -> None:
         self._name, self._sources = name, sources
 
-    def chosen(self) -> Iterator[Source]:
+    def chosen(self) -> Iterator[RowSource]:
         """The sources of the split that is named, or of the only one. A split may be a part of one,
         or several: train[:10%]+test."""
         written, name = self._name.split, self._name.path
@@ -181,10 +181,10 @@ class _Splits:
                 first += rows
 
 
-class _Part(Source):
+class _Part(RowSource):
     """The rows begin … end−1 of a source."""
 
-    def __init__(self, source: Source, begin: int, end: int) -> None:
+    def __init__(self, source: RowSource, begin: int, end: int) -> None:
         super().__init__(source.name, source.label)
         self._source, self._begin, self._end = source, begin, end
 
@@ -196,7 +196,7 @@ class _Part(Source):
         return [*self._source.stamp, self._begin, self._end]
 
 
-def _data_set(name: SourceName, label: str, path: Path) -> Iterator[Source]:
+def _data_set(name: SourceName, label: str, path: Path) -> Iterator[RowSource]:
     """The sources of a directory, or of a data set of the hub."""
     # Imported here because the import takes a second, which other files do not need.
     import datasets
@@ -217,7 +217,7 @@ def _data_set(name: SourceName, label: str, path: Path) -> Iterator[Source]:
                 )
             yield LoadedTable(name.path, label, data)
             return
-        tables: dict[str, list[Source]] = {
+        tables: dict[str, list[RowSource]] = {
             split: [LoadedTable(f"{name.path}[{split}]", f"{label}[{split}]", table)]
             for split, table in data.items()
         }
@@ -236,7 +236,7 @@ def _data_set(name: SourceName, label: str, path: Path) -> Iterator[Source]:
     if all(file_type(Path(file).name) in TYPES for of_split in files.values() for file in of_split):
         base = path.resolve().as_posix() if path.is_dir() else str(builder.base_path)
         options = builder_options(builder.config)
-        sources: dict[str, list[Source]] = {}
+        sources: dict[str, list[RowSource]] = {}
         chosen = [split for split in files if name.split is None or split in name.split]
         for split, of_split in files.items():
             places = of_split

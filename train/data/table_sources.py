@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from decode.base.errors import UserError
-from train.data.file_sources import PACKED, Raw, Source, file_stamp, file_type, opened
+from train.data.file_sources import PACKED, Raw, RowSource, file_stamp, file_type, opened
 from train.data.row_kinds import FIELDS, READ
 
 TABLES = (".parquet", ".csv", ".tsv", ".arrow")
@@ -25,7 +25,7 @@ TOGETHER = 1024  # rows that are read together
 Row = dict[str, Any]
 
 
-class TableSource(Source):
+class TableSource(RowSource):
     """Rows of a table, numbered from 0. A null of an object is no value: a table's objects have the
     fields of all objects in their column, and null for those that they lack."""
 

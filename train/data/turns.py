@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from decode.base.errors import UserError
-from train.data.read import Example, Rows, select
+from train.data.read import Example, LazyExamples, select
 
 TURN = "#turn-"  # in the id of an earlier turn, before the number of messages in front of it
 
 
-class Turns(Rows):
+class Turns(LazyExamples):
     """The prompts of all assistant turns of chats, in order. The last one of a chat is the chat
     itself, with its id. Chats are read when they are asked for; a prompt takes 16 bytes of memory.
     """

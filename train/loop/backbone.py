@@ -21,7 +21,7 @@ from train.loop.trainer import Trainer
 from train.loop.training_task import LookAhead, Step
 
 # Of a frozen target's hidden states.
-Source = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
+StateSource = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
 
 
 class Backbone(ABC):
@@ -91,7 +91,7 @@ class FrozenBackbone(Backbone):
 
     weights_prefix = "heads."
 
-    def __init__(self, target: Target, features: Callable[[Sequence[int]], Source]) -> None:
+    def __init__(self, target: Target, features: Callable[[Sequence[int]], StateSource]) -> None:
         self.target, self._make_source = target, features
         self._dev_source: FeatureSource | None = None
 

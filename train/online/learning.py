@@ -44,7 +44,7 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Round:
+class LearningRound:
     """One call of `Online.learn`.
 
     number: from 1. version: the version of the weights after the round. kept: whether the candidate
@@ -146,7 +146,7 @@ class Online:
             for total, limit in zip(totals, limits, strict=True)
         )
 
-    def learn(self) -> Round | None:
+    def learn(self) -> LearningRound | None:
         """Take a few optimizer steps and judge them on held-out requests. Undo them if the expected
         acceptance falls. Returns None if there are no records yet to learn from or to judge on.
 
@@ -198,7 +198,7 @@ class Online:
 
     # Internals.
 
-    def _learn(self) -> Round | None:
+    def _learn(self) -> LearningRound | None:
         begin = time.perf_counter()
         batches = self._batches()
         window = self.student.window
@@ -237,7 +237,7 @@ class Online:
         else:
             self._restore(self._kept)
         self._learnt = self.buffer.next
-        return Round(
+        return LearningRound(
             self.round,
             self.version,
             problem is None,

@@ -19,7 +19,7 @@ from train.base.console import Reporter
 from train.data.read import Example
 from train.loop.checkpoint import Stopped, StopRequest
 from train.measure.ranks import Ranks
-from train.online.learning import Online, Round
+from train.online.learning import LearningRound, Online
 from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate, summed
 from train.settings.online_config import OnlineStageConfig
 
@@ -42,7 +42,7 @@ class Background:
     def __init__(self, online: Online) -> None:
         self.online = online
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="learner")
-        self._round: Future[Round | None] | None = None
+        self._round: Future[LearningRound | None] | None = None
 
     def __enter__(self) -> "Background":
         return self
@@ -60,7 +60,7 @@ class Background:
         if self._round is None:
             self._round = self._pool.submit(self.online.learn)
 
-    def ended(self, *, wait: bool = False) -> Round | None:
+    def ended(self, *, wait: bool = False) -> LearningRound | None:
         """The result of a round that has ended. wait: wait for the current round.
 
         None if no round has ended, or if it had nothing to learn from. Raises the round's exception
@@ -176,7 +176,7 @@ class Serving:
         progress.add([[int(x) for x in row] for row in counts], progress.spend("decoding", begin))
         return bool(stop[0])
 
-    def _learn(self, background: Background | None, *, wait: bool) -> Round | None:
+    def _learn(self, background: Background | None, *, wait: bool) -> LearningRound | None:
         """Learn a round now if one is due, or collect one that ended in the background. Swap the
         weights, and return the round, if any."""
         learnt = None
@@ -188,7 +188,7 @@ class Serving:
             self.online.swap()
         return learnt
 
-    def _note(self, online: Online, learnt: Round, waited: float) -> None:
+    def _note(self, online: Online, learnt: LearningRound, waited: float) -> None:
         """Record a round. waited: how many seconds requests waited for it."""
         progress = self.progress
         numbers = sorted(set(gather_object(learnt.requests)))

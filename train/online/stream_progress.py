@@ -43,7 +43,7 @@ COUNTS = ("steps", "emitted", "reached", "accepted")
 
 
 @dataclass
-class Window:
+class RequestWindow:
     """Complete batches of requests one after the other. first: its first request. counts: see
     COUNTS, of each of its requests. seconds: the seconds of decoding them, and of learning that
     they waited for."""
@@ -71,17 +71,17 @@ class StreamProgress:
 
     served: the number of answered requests. version: the version of the decoding weights. totals:
     see COUNTS, over all requests. window: the current one. rounds: the newest ones, as
-    `train.online.learning.Round`, each with the number of requests `served` before it. seconds: by
-    activity, the time that requests waited for it. logged: the bytes of the history that belong to
-    this progress. online: `Online.state` of each rank. buffers: [first, next] of both buffers, for
-    each rank.
+    `train.online.learning.LearningRound`, each with the number of requests `served` before it.
+    seconds: by activity, the time that requests waited for it. logged: the bytes of the history
+    that belong to this progress. online: `Online.state` of each rank. buffers: [first, next] of
+    both buffers, for each rank.
     """
 
     ranks: int
     served: int = 0
     version: int = 0
     totals: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
-    window: Window = field(default_factory=Window)
+    window: RequestWindow = field(default_factory=RequestWindow)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     logged: int = 0
@@ -93,7 +93,7 @@ class StreamProgress:
         """The progress from its stored values."""
         # Earlier versions stored the counts of each request: they become a part of one window.
         counts, batches = values.pop("counts", []), values.pop("batches", [])
-        window = Window(**values.get("window", {}))
+        window = RequestWindow(**values.get("window", {}))
         if window.counts and isinstance(window.counts[0], int):  # then those of a window
             window.counts = [window.counts]
         progress = cls(**values | {"window": window})
@@ -115,7 +115,7 @@ class StreamProgress:
         requests = self.served - self.window.first
         if not requests or (requests < size and not ending):
             return None
-        closed, self.window = self.window, Window(self.served)
+        closed, self.window = self.window, RequestWindow(self.served)
         return closed.figures(requests)
 
     def spend(self, activity: str, begin: float) -> float:

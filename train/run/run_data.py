@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.artifact import CorruptArtifact, verify_directory, write_directory
-from train.data.file_sources import Source
+from train.data.file_sources import RowSource
 from train.data.read import Examples, ReadSettings, data_fingerprint, read_sources
 from train.data.read_back import say_changes
 from train.data.sources import sources_of
@@ -52,7 +52,7 @@ class RunReader:
         """seed: of what is split off. tokenizer: asked for at the first tool message. Raises
         UserError for sources that are missing."""
         self._data, self._seed, self._tokenizer = data, seed, tokenizer
-        self._sources: dict[str, tuple[list[str], list[Source]]] = {}
+        self._sources: dict[str, tuple[list[str], list[RowSource]]] = {}
         for split in SPLITS:
             if (written := getattr(data, split)) is not None:
                 names = [written] if isinstance(written, str) else list(written)

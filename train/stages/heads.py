@@ -37,7 +37,7 @@ from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.loop import parallel
-from train.loop.backbone import Backbone, FrozenBackbone, Source
+from train.loop.backbone import Backbone, FrozenBackbone, StateSource
 from train.loop.dev_slice import DevJudging, DevSlice, require_dev_text
 from train.loop.estimates import (
     planned_tokens,
@@ -241,7 +241,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.backbone is not None:
             return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
 
-        def features(captured_layers: Sequence[int]) -> Source:
+        def features(captured_layers: Sequence[int]) -> StateSource:
             return open_source(self, self.config, samples, captured_layers, clock, stack)
 
         return FrozenBackbone(target, features)

@@ -15,7 +15,7 @@ from train.base.stage import StageMemory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
 from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
-from train.loop.backbone import Source
+from train.loop.backbone import StateSource
 from train.loop.estimates import batch_share
 from train.loop.open_caches import open_features
 from train.loop.trainer import TrainingClock
@@ -64,7 +64,7 @@ def open_source(
     captured_layers: Sequence[int],
     clock: TrainingClock,
     stack: ExitStack,
-) -> Source:
+) -> StateSource:
     """The source of a frozen target's hidden states, for a `stage` with this `config`. stack: ends
     what it starts. Every rank must call this. Raises UserError as the sources do."""
     target, accelerator = stage.target, stage.accelerator

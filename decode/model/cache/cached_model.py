@@ -27,7 +27,7 @@ from decode.model.forward.sublayers import Sublayers, changed_forward
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.hidden_states import captured_modules
 from decode.model.kinds.decoder_positions import NodePositions, at_positions
-from decode.model.kinds.encoder_decoder import Sources
+from decode.model.kinds.encoder_decoder import CrossAttentionCache
 from decode.model.kinds.layer_kinds import layer_windows, require_no_states, require_slots
 from decode.model.kinds.recurrent_states import RecurrentStates
 from decode.model.memory import scored_heads
@@ -69,7 +69,7 @@ class CachedLM:
 
     repeats_rows: bool = True
     kept_layers: tuple[int, ...] = ()
-    sources: Sources | None = None
+    sources: CrossAttentionCache | None = None
     states: RecurrentStates | None = None
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None

@@ -10,7 +10,7 @@ from decode.base.errors import MemoryShortage
 from decode.model.cache.slots import Slots
 from decode.model.forward.prepare_model import Forward
 from decode.model.forward.transformers_forward import TransformersForward
-from decode.model.kinds.encoder_decoder import DecoderForward, Sources
+from decode.model.kinds.encoder_decoder import CrossAttentionCache, DecoderForward
 from decode.model.kinds.layer_kinds import layer_windows, recurrent_layers, require_slots
 from decode.model.kinds.recurrent_states import RecurrentStates
 from decode.model.memory import require_memory
@@ -27,12 +27,12 @@ class CachedRows:
     def __init__(self, model: PreTrainedModel, forward: Forward) -> None:
         self.model = model
         self.slots: Slots | None = None
-        self.sources: Sources | None = None
+        self.sources: CrossAttentionCache | None = None
         self.states: RecurrentStates | None = None
         numbers, layers = recurrent_layers(model), len(layer_windows(model))
         self._slot_layers = layers - len(numbers)
         if isinstance(forward, DecoderForward):
-            self.sources = Sources(model, forward, layers)
+            self.sources = CrossAttentionCache(model, forward, layers)
         if numbers:
             require_slots(model)
             assert isinstance(forward, TransformersForward)

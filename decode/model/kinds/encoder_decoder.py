@@ -127,7 +127,7 @@ class _SourceLayer(CacheLayerMixin):
         return self.keys.shape[2]
 
 
-class Sources:
+class CrossAttentionCache:
     """What the encoder read for each row that is decoding: keys and values of the cross attention.
 
     max_prompt: sources must be shorter. Raises UserError if the decoder's start token is not known,
