@@ -63,7 +63,8 @@ class _Plan:
 
     parents [N], ancestors [N, N] and fed: as in `Draft`, of one row. q_rows: int64 [N], the parent
     of node i as a number among the expanded nodes; the root is 0. by_depth: int [D] on the host,
-    how many nodes there are at depth 1, 2, ….
+    how many nodes there are at depth 1, 2, …. totals: int [D+1], how many there are down to depth
+    0, 1, ….
     """
 
     def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
@@ -80,7 +81,9 @@ class _Plan:
         ancestors = structure.ancestors()[:nodes, :nodes]
         self.ancestors = on_device(ancestors)
         self.fed = with_root(self.ancestors[None])
-        self.by_depth = np.bincount(structure.depths[:nodes], minlength=1)[1:]
+        self.host_parents = above[None]
+        by_depth = np.bincount(structure.depths[:nodes], minlength=1)
+        self.by_depth, self.totals = by_depth[1:], by_depth.cumsum()
         self.levels = []
         before = 0  # row of q of the first expanded node of the level above
         for level in range(1, min(depth, structure.depth) + 1):
@@ -163,8 +166,7 @@ class FixedTree(Shape):
                     level.fed_ancestors.expand(rows, -1, -1),
                 )
         tokens = growth.ids(torch.cat(drawn, 1))
-        deepest = np.minimum(limits.depths, len(drawn))
-        sizes = np.array([self.structure.within(int(depth)) for depth in deepest])
+        sizes = plan.totals[np.minimum(limits.depths, len(drawn))]
         q = torch.cat(children.q, 1) if children.q else None
         draft = Draft(
             tokens,
@@ -176,7 +178,7 @@ class FixedTree(Shape):
             _chosen_rows=None if q is None else sampling.greedy_rows(rows),
             _ancestors=plan.ancestors.expand(rows, -1, -1),
             _fed=(plan.fed[0].expand(rows, -1, -1), plan.fed[1].expand(rows, -1)),
-            _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
+            _host_parents=plan.host_parents.repeat(rows, 0),
             _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
             confidence=torch.cat(children.sure, 1) if children.sure else None,
         )
