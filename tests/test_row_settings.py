@@ -24,8 +24,7 @@ from decode.loop.rows import RowSettings
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.shapes.chains import Chains
 from decode.shapes.static import Static
-from decode.stop_strings import StopStrings
-from decode.text_stream import Stop
+from decode.text_stream import Stop, StopStrings
 from decode.verification import Verification
 from tests.contract import (
     LIMITS,
