@@ -33,8 +33,7 @@ from decode.model.pretrained import has_encoder
 from decode.opening.directory import open_drafter
 from decode.rules import Rule
 from decode.shapes import Shape
-from decode.stop_strings import StopStrings
-from decode.text_stream import TextStream, text_of
+from decode.text_stream import StopStrings, TextStream, text_of
 from decode.verification import Observer
 
 # Text to continue without a template, messages to answer, or token ids.

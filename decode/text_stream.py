@@ -1,9 +1,14 @@
-"""Tokens to text while they arrive a few at a time, and what may end a text."""
+"""Tokens to text while they arrive a few at a time, and strings that end a text.
+
+A text also ends with an end-of-text id and at the length limit.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
+
+from decode.base.errors import UserError
 
 # How many tokens of text are held back at most. Bytes that are no character then never are one: a
 # character has at most four, and special tokens between them are rare.
@@ -135,3 +140,114 @@ class Stop(ABC):
     @abstractmethod
     def cut(self, row: int, tokens: list[int]) -> int | None:
         """How many of the row's new tokens to keep if the text ends among them, else None."""
+
+
+class AnswerText:
+    """The text of one growing sequence, in pieces, without the stop string that ends it. What may
+    be the beginning of a stop string is held back.
+
+    Only the answer is searched, without its special tokens, as clients see it; for a string that
+    contains a special token, they are written out. Such a string stays in the text, without its
+    special tokens. A string may begin anywhere in a token, and span any number of tokens.
+
+    stops: none of them is empty. The other arguments are those of `TextStream`. stopped: the stop
+    string that has ended the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        keep_blank: bool = False,
+    ) -> None:
+        self._stream = TextStream(
+            tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, keep_blank=keep_blank
+        )
+        self._stops, self._ready = stops, ""
+        self.stopped: str | None = None
+        self._written: AnswerText | None = None  # with special tokens, for the strings with some
+        if stops and skip_special_tokens:
+            special = [token for token in tokenizer.all_special_tokens if token]
+            some = [string for string in stops if any(token in string for token in special)]
+            if some:
+                self._written = AnswerText(tokenizer, some, skip_special_tokens=False)
+
+    def cut(self, tokens: Sequence[int]) -> int | None:
+        """Add tokens, up to the one that completes a stop string. Returns how many these are, or
+        None if no string is complete."""
+        if not self._stops:
+            self._ready += self._stream.add(tokens)
+            return None
+        for count, token in enumerate(tokens, 1):
+            self._ready += self._stream.add([token])
+            whole = self._ready + self._stream.held
+            ends = [(at, stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
+            if ends:
+                end, self.stopped = min(ends)
+                self._ready = whole[:end]
+                self._stream.end()
+            elif self._written is not None:
+                self._written.add([token])
+                self.stopped = self._written.stopped
+            if self.stopped is not None:
+                return count
+        return None
+
+    def take(self, *, ended: bool = False) -> str:
+        """The next piece, or ''. ended: it is the last one."""
+        if ended:
+            self._ready += self._stream.end()
+        begins = () if ended else self._stops
+        kept = max((begun(self._ready, stop) for stop in begins), default=0)
+        given = len(self._ready) - kept
+        piece, self._ready = self._ready[:given], self._ready[given:]
+        return piece
+
+    def add(self, tokens: Sequence[int], *, ended: bool = False) -> str:
+        """`cut`, and then `take`. After a stop string there is nothing more."""
+        if self.stopped is None:
+            self.cut(tokens)
+        return self.take(ended=ended or self.stopped is not None)
+
+
+def begun(text: str, string: str) -> int:
+    """The length of the longest end of a text that a string begins with.
+
+    >>> begun("to be or", "or not")
+    2
+    """
+    longest = min(len(string) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
+
+
+class StopStrings(Stop):
+    """Ends a text with the first token that completes one of the strings, as
+    `generate(stop_strings=…)` does and `AnswerText` finds it. The text keeps that token, also its
+    characters after the string. A step decodes only its new tokens and the tokens of the last
+    piece. Raises UserError if there is no string or an empty one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Sequence[str]) -> None:
+        self.strings = [strings] if isinstance(strings, str) else list(strings)
+        if not self.strings or not all(self.strings):
+            raise UserError(
+                f"stop strings are {self.strings}; expected at least one, none of them empty"
+            )
+        self._tokenizer = tokenizer
+        self._texts: dict[int, AnswerText] = {}
+
+    def start(self) -> None:
+        self._texts = {}
+
+    def leave(self, row: int) -> None:
+        self._texts.pop(row, None)
+
+    def cut(self, row: int, tokens: list[int]) -> int | None:
+        if row not in self._texts:
+            self._texts[row] = AnswerText(self._tokenizer, self.strings)
+        kept = self._texts[row].cut(tokens)
+        self._texts[row].take()  # else all of the text is searched each time
+        return kept

@@ -65,7 +65,7 @@ def measure_costs(
     # In turns, so that other load on the machine affects both kinds of passes.
     for _ in range(1 + repeats):
         passes.append(_steps(decoder, prompts, filler, exact, verifying))
-        drafts.append(_steps(decoder, prompts, decoder.drafter, decoder.rule, drafting)[1:])
+        drafts.append(_steps(decoder, prompts, decoder.drafter, decoder.parts.rule, drafting)[1:])
     passes, drafts = passes[1:], drafts[1:]  # the first of each warms up
     step_s, (fixed, per_depth), v = _estimate(passes, drafts, widths)
     halves = [_estimate(passes[half::2], drafts[half::2], widths)[1:] for half in (0, 1)]
@@ -141,7 +141,7 @@ def _steps(
     other = copy.copy(decoder)
     # Without `use`: the target goes on capturing what the decoder's own drafter reads.
     other.parts = replace(decoder.parts, drafter=drafter, rule=rule, policy=turns)
-    other.drafter, other.rule, other.policy = drafter, rule, turns
+    other.drafter, other.policy = drafter, turns
     # The text goes on past its end, which a grammar would ask for.
     other.eos, usual = np.zeros(0, dtype=np.int64), decoder.usual
     other.usual = replace(

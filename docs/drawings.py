@@ -267,7 +267,7 @@ def threads() -> str:
         line((390, 104), (560, 104)),
         words_at(475, 96, "prompts", anchor="middle"),
         line((390, 114), (560, 114)),
-        words_at(475, 134, "tokens", anchor="middle"),
+        words_at(475, 134, "text", anchor="middle"),
         box(*decode, "decode", TARGETS, 120),
         words_at(560, 145, "the only one that uses"),
         words_at(560, 163, "target and drafter"),

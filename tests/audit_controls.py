@@ -25,13 +25,13 @@ from decode.model.loading import Target
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.settings import DecodeSettings
-from decode.stop_strings import AnswerText, StopStrings
+from decode.text_stream import AnswerText
 from decode.verdict import Decision, Scores
 from draftsmith.auditing.entry import AuditOptions, audit
 from draftsmith.auditing.findings import Audit
 from draftsmith.auditing.texts import ROUNDINGS
 from draftsmith.auditing.tiny import tiny_model as calm_model
-from draftsmith.serve import running
+from draftsmith.serve.batching import requests
 from draftsmith.serve.batching.requests import AnswerChoice, DecodeRequest
 from tests.mutants import (
     BonusOffByOne,
@@ -164,19 +164,19 @@ def _picked(self: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
 @contextmanager
 def text_after_stops() -> Iterator[None]:
     """Stop strings end the decode with their block, and the text is not cut."""
-    cut = StopStrings.cut
-
-    def of_block(self: StopStrings, row: int, tokens: list[int]) -> int | None:
-        return None if cut(self, row, tokens) is None else len(tokens)
 
     class Whole(AnswerText):
-        def add(self, tokens: Sequence[int], *, ended: bool) -> str:
-            return self._stream.add(tokens) + (self._stream.end() if ended else "")
+        def __init__(self, tokenizer: Any, stops: Sequence[str], **options: Any) -> None:
+            super().__init__(tokenizer, (), **options)
+            self._search = AnswerText(tokenizer, stops, **options)
 
-    with (
-        mock.patch.object(StopStrings, "cut", of_block),
-        mock.patch.object(running, "AnswerText", Whole),
-    ):
+        def cut(self, tokens: Sequence[int]) -> int | None:
+            super().cut(tokens)
+            self._search.add(tokens)
+            self.stopped = self._search.stopped
+            return None if self.stopped is None else len(tokens)
+
+    with mock.patch.object(requests, "AnswerText", Whole):
         yield
 
 
@@ -185,11 +185,11 @@ def text_dropped_before_stops() -> Iterator[None]:
     """Two characters before a stop string are dropped with it."""
 
     class Short(AnswerText):
-        def add(self, tokens: Sequence[int], *, ended: bool) -> str:
-            text = super().add(tokens, ended=ended)
+        def take(self, *, ended: bool = False) -> str:
+            text = super().take(ended=ended)
             return text[:-2] if self.stopped else text
 
-    with mock.patch.object(running, "AnswerText", Short):
+    with mock.patch.object(requests, "AnswerText", Short):
         yield
 
 

@@ -73,7 +73,7 @@ def test_threshold_texts_are_those_of_threshold_decoding_alone() -> None:
     expected = alone.decode(PROMPTS, NEW, seed=5)
     with serving(rule) as server, edge(server.url, sampling=SAMPLED) as client:
         assert client.decode(PROMPTS, NEW, seed=5).outputs == expected.outputs
-        assert not client.decoder.rule.lossless
+        assert not client.decoder.parts.rule.lossless
     assert expected.outputs != plain_texts(SAMPLED, seed=5)
 
 

@@ -27,7 +27,7 @@ from decode.model.cache.slots import Slots
 from decode.model.forward.prepare_model import prepare
 from decode.model.hidden_states import FINAL
 from decode.model.memory import expanded_bytes, pass_bytes, slot_bytes
-from decode.stop_strings import StopStrings
+from decode.text_stream import StopStrings
 from decode.verification import Verification
 from heads.heads_drafter import AttendingDrafter
 from tests import lossless

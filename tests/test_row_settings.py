@@ -24,8 +24,7 @@ from decode.loop.rows import RowSettings
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.shapes.chains import Chains
 from decode.shapes.static import Static
-from decode.stop_strings import StopStrings
-from decode.text_stream import Stop
+from decode.text_stream import Stop, StopStrings
 from decode.verification import Verification
 from tests.contract import (
     LIMITS,
@@ -387,7 +386,7 @@ def test_an_exchange_that_is_refused_changes_nothing() -> None:
     expected = which.decode(PROMPTS, NEW, seed=3).outputs
     decoding = Decoding(which, PROMPTS, NEW, seed=3)
     decoding.step()
-    before = which.drafter, which.policy, which.rule
+    before = which.drafter, which.policy, which.parts
     for change, problem in (
         ({"drafter": small_lm()}, "vocabulary of 16 tokens, but the target's has 5"),
         ({"policy": "fixed:max_depth=0"}, "gamma is 0"),
@@ -396,7 +395,7 @@ def test_an_exchange_that_is_refused_changes_nothing() -> None:
     ):
         with pytest.raises(UserError, match=problem):
             decoding.set(**change)
-    assert (which.drafter, which.policy, which.rule) == before
+    assert (which.drafter, which.policy, which.parts) == before
     assert finish(decoding) == dict(enumerate(expected))
 
 

@@ -21,8 +21,8 @@ from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.loop.decoding import Decoding
 from decode.model.pretrained import UNLIMITED_POSITIONS
-from decode.stop_strings import AnswerText
 from decode.text import prompt_ids
+from decode.text_stream import AnswerText
 from draftsmith.net.access import Guard
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.openai.messages import LONGEST_STOP, MOST_STOPS
@@ -464,16 +464,20 @@ def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
         assert text_of(ask(client, max_tokens=8)) == words(expected)
 
 
+@pytest.mark.parametrize("late", [False, True])
 def test_a_pass_that_fails_ends_only_the_text_that_fails_alone(
-    endless: Any, monkeypatch: pytest.MonkeyPatch
+    endless: Any, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody knows which row is to blame. All others get the text that they have alone."""
+    """Nobody knows which row is to blame. All others get the text that they have alone. late: the
+    pass has given its tokens."""
     step = Decoding.step
 
     def breaks(self: Decoding, *args: Any, **options: Any) -> None:
         texts = self.rows.contexts
         to_blame = (texts.tokens[:, :2] == bad[0]).any(1)
         if (to_blame & (texts.lengths > 40)).any():
+            if late:
+                step(self, *args, **options)
             raise RuntimeError("an illegal instruction")
         step(self, *args, **options)
 

@@ -16,8 +16,7 @@ from decode.text import prompt_ids
 from decode.text_stream import decode
 from decode.trace import drafted_tokens
 from decode.verification import Verification
-from draftsmith.serve.batching.requests import AnswerChoice, NewTokens
-from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
+from draftsmith.serve.batching.answer_tokens import AnswerTokens, NewTokens, TokenBytes
 from draftsmith.serve.openai.answers import written
 from tests.service import (
     CHAT,
@@ -174,13 +173,12 @@ def test_the_texts_of_tokens_add_up_to_the_answer() -> None:
     text = decode(tokenizer, ids)
     assert text.endswith("x�")
     tokens = AnswerTokens(tokenizer, token_bytes)
-    choice = AnswerChoice(0, [1], 0)
     taken: list[Any] = []
     for begin in range(0, len(ids), 2):
         ended = begin + 2 >= len(ids)
         entries = [TokenLogprob(token, -1.0, ()) for token in ids[begin : begin + 2]]
         reason = "length" if ended else None
-        tokens.add(NewTokens(choice, ids[begin : begin + 2], reason, entries))
+        tokens.add(NewTokens(ids[begin : begin + 2], reason, entries))
         end = len(text) if ended else max(len(text) - 9, 0)
         taken += tokens.take(end, ended=ended)
     assert "".join(token.text for token in taken) == text

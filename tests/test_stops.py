@@ -15,8 +15,7 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
-from decode.stop_strings import StopStrings
-from decode.text_stream import TextStream, decode, text_of
+from decode.text_stream import AnswerText, StopStrings, TextStream, decode, text_of
 from tests.test_loop import NEW, PROMPTS
 from tests.tiny import VOCAB, generated, tiny_model, tiny_tokenizer
 
@@ -260,3 +259,6 @@ def test_a_stop_string_with_a_special_token_between_its_parts() -> None:
     assert both.cut(0, [a, special]) is None
     assert both.cut(0, [b, a]) == 1
     assert both.cut(1, [b, special, a]) == 3
+    text = AnswerText(tokenizer(), ["a<|im_end|>b"])
+    assert text.add([b, a]) + text.add([special, b, a]) == "bab"
+    assert text.stopped == "a<|im_end|>b"

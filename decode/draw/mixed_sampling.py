@@ -14,6 +14,8 @@ from decode.draw.penalties import Penalties
 from decode.draw.sampling import Sampling
 from decode.draw.top import argmax
 
+_OF_NO_ROW = Sampling()
+
 
 def combined(settings: Sequence[Sampling], kinds: np.ndarray) -> Sampling:
     """The sampling of rows, row b with settings[kinds[b]], int [B]. If all are equal, it is the
@@ -26,7 +28,7 @@ def combined(settings: Sequence[Sampling], kinds: np.ndarray) -> Sampling:
         if len(used) > 1:
             return MixedSampling([distinct[kind] for kind in used], np.searchsorted(used, kinds))
         distinct = [distinct[kind] for kind in used]
-    return distinct[0] if distinct else Sampling()
+    return distinct[0] if distinct else _OF_NO_ROW
 
 
 class MixedSampling(Sampling):

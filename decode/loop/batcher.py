@@ -110,12 +110,8 @@ class Batcher(ABC, Generic[T]):
         return None
 
     @abstractmethod
-    def _expire(self) -> None:
-        """Give up what is too late."""
-
-    @abstractmethod
     def _admit(self) -> None:
-        """Give the free rows to texts, by `_begin`."""
+        """Give up what is too late, and give the free rows to texts, by `_begin`."""
 
     @abstractmethod
     def _pass(self) -> None:
@@ -140,7 +136,6 @@ class Batcher(ABC, Generic[T]):
         try:
             while self._wait():
                 self._decoding.hold(self.decoder.drafter if self._rows or self._busy() else None)
-                self._expire()
                 self._admit()
                 if self._decoding.unread:
                     self._read()

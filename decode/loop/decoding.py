@@ -37,7 +37,6 @@ from decode.model.features import Features
 from decode.model.generation_config import eos_ids
 from decode.model.memory import affordable_slots
 from decode.rules import Rule
-from decode.rules.exact import used_rule
 from decode.stats import Tally, Timing
 from decode.text_stream import Stop
 from decode.verdict import Scores, Verdict, failure
@@ -64,8 +63,8 @@ class Decoder:
     gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
         (`Drafter.max_depth`), and if a policy is given.
     policy, rule: an instance, or a name with options (`decode.loop.parts`). policy None: `fixed`.
-        rule None: `speculative`, or `multi_round` for trees. At temperature 0, exact match replaces
-        the rules that are equivalent to it there.
+        rule None: `speculative`, or `multi_round` for trees. At temperature 0, exact match decides
+        in the place of the rules that are equal to it there.
     sampling: how text is drawn. draft_sampling: how the drafter draws, if different.
     processors: as `transformers`' LogitsProcessorList. They change the target's logits after the
         repetition penalty, before temperature and filters. They must keep no state between calls,
@@ -127,7 +126,6 @@ class Decoder:
     def use(self, parts: Parts) -> None:
         """Decode with these parts, which fit."""
         self.parts, self.drafter, self.policy = parts, parts.drafter, parts.policy
-        self.rule = used_rule(parts.rule, self.sampling)
         self.lm.capture(parts.drafter.captured_layers)
 
     def slots(self, length: int, max_new_tokens: int) -> int:
@@ -503,21 +501,20 @@ class Decoding:
         self._passes += 1
         rows.rng.at_lengths(contexts.lengths)
         depths, takes = draft_depths(decoder.parts, rows, most)
-        rule = self._rule()
-        draft = self._draft(depths, rule)
+        draft = self._draft(depths)
         clock.mark("draft")
         counts = (draft.sizes + 1) * takes
         counts[0] += not counts.any()  # a pass feeds something
         beside = read and self._waiting.readings and self.reads_beside
         parts = self._waiting.parts(len(rows), read) if beside else []
-        verdict = self._verified(draft, rule, counts, parts)
+        verdict = self._verified(draft, counts, parts)
         read, fed = sum(int(part.counts.sum()) for part in parts), decoder.lm.fed
         lost = verdict.lost & (draft.sizes > 0)
         if draft.tokens.shape[1] and lost.any():
             # The keys of a drafted token may not be finite, and no mask hides those. So other
             # tokens are fed in the place of the draft.
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
-            verdict = self._verified(draft, rule, counts)
+            verdict = self._verified(draft, counts)
         lengths = contexts.lengths
         outcome = self._commit(rows, verdict, self._passes, takes)
         before, features = self._features, self._kept_features(verdict, outcome)
@@ -548,21 +545,22 @@ class Decoding:
         return verification
 
     def _verified(
-        self, draft: Draft, rule: Rule, counts: np.ndarray, parts: Sequence[ReadPart] = ()
+        self, draft: Draft, counts: np.ndarray, parts: Sequence[ReadPart] = ()
     ) -> Verdict:
         """Feed a draft to the target, as `CachedLM.verify` does, and let the rule judge it."""
         decoder, rows = self.decoder, self.rows
         logits = decoder.lm.verify(rows.contexts, draft, counts, parts)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, decoder.processors)
-        return Verdict.read(draft, scores, decided(rule, draft, scores, rows.rng))
+        decision = decided(decoder.parts.rule, draft, scores, rows.rng)
+        return Verdict.read(draft, scores, decision)
 
-    def _draft(self, depths: np.ndarray, rule: Rule) -> Draft:
+    def _draft(self, depths: np.ndarray) -> Draft:
         """The draft of each row, at most depths[b] deep, int [B]."""
         if depths.any():
             try:
                 parts, device = self.decoder.parts, self.decoder.lm.device
-                return ask_drafter(parts, self.rows, depths, rule, self.clock, device)
+                return ask_drafter(parts, self.rows, depths, self.clock, device)
             except Exception as error:
                 self._drafter_raised(error)
         return Draft.none(len(depths), self.decoder.lm.device)
@@ -574,13 +572,6 @@ class Decoding:
             raise error
         logger.exception("the drafter fails and begins anew")
         self._failed = True
-
-    def _rule(self) -> Rule:
-        """The rule for the running rows. Exact match serves only if all are greedy."""
-        sampling = self.rows.sampling
-        if sampling.greedy == self.decoder.sampling.greedy:
-            return self.decoder.rule
-        return used_rule(self.decoder.parts.rule, sampling)
 
     def _commit(
         self, rows: Rows, verdict: Verdict, number: int, takes: np.ndarray | int = 1

@@ -16,7 +16,6 @@ from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES, Policy
 from decode.model.cache.cached_model import CachedLM
 from decode.rules import RULES, Rule, default_rule, require_fitting
-from decode.rules.exact import used_rule
 from decode.shapes import SHAPES, Shape
 
 Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
@@ -26,8 +25,7 @@ Part = str | Mapping[str, Any] | Choice  # as `Choice.of` reads it
 class Parts:
     """A drafter, a rule and a draft-length policy that fit each other.
 
-    rule: as named. If all rows are greedy, exact match may replace it (`used_rule`). named: rule,
-    policy and γ as they were given.
+    named: rule, policy and γ as they were given.
     """
 
     drafter: Drafter
@@ -112,17 +110,17 @@ def require_no_encoder(drafter: Drafter | type[Drafter], name: str) -> None:
 def make_rule(
     rule: Part | Rule | None, sampling: Sampling, drafts: str, branches: bool, siblings: Siblings
 ) -> Rule:
-    """The rule in use. None: the default for such drafts. At temperature 0 most rules are
-    equivalent to exact match, which is then used.
+    """A rule. None: the default for such drafts. At temperature 0 most rules are equal to exact
+    match, which judges all drafts.
 
     drafts: the name of the drafter or shape, for the message. branches: the drafts may be trees,
     with these `siblings`. Raises UserError for an unknown rule or option, and for a rule that
     cannot judge such drafts.
     """
     chosen = rule if isinstance(rule, Rule) else RULES.make(rule or default_rule(branches))
-    used = used_rule(chosen, sampling)
-    require_fitting(used, drafts, branches, siblings)
-    return used
+    if not chosen.is_exact_for(sampling):
+        require_fitting(chosen, drafts, branches, siblings)
+    return chosen
 
 
 def make_policy(

@@ -17,7 +17,7 @@ from decode.loop.rows import Rows, RowSettings, require_prompts
 from decode.loop.waiting_rows import PromptReading
 from decode.model.cache.cached_model import CachedLM
 from decode.model.features import Features
-from decode.rules.exact import ExactMatch, used_rule
+from decode.rules.exact import ExactMatch
 from decode.verification import Verification
 
 # Counts the times that rows began, over all decodes of this process.
@@ -113,9 +113,10 @@ def _needs_new_numbers(parts: Parts, settings: RowSettings, numbers_repeat: bool
     remembers = parts.drafter.learns and numbers_repeat
     if not (remembers or parts.policy.by_batch):
         return False
-    rule = used_rule(parts.rule, settings.sampling)
+    rule = parts.rule
     chosen = parts.drafter.siblings(settings.drafts) == "chosen"
-    return not (isinstance(rule, ExactMatch) or (rule.lossless and chosen))
+    exact = isinstance(rule, ExactMatch) or rule.is_exact_for(settings.sampling)
+    return not (exact or (rule.lossless and chosen))
 
 
 def start_drafter(

@@ -40,7 +40,7 @@ def draft_depths(
 
 
 def ask_drafter(
-    parts: Parts, rows: Rows, depths: np.ndarray, rule: Rule, clock: Clock, device: torch.device
+    parts: Parts, rows: Rows, depths: np.ndarray, clock: Clock, device: torch.device
 ) -> Draft:
     """The drafter's drafts, at most depths[b] deep, int [B], on the target's device. Texts that it
     never read are read first."""
@@ -53,7 +53,7 @@ def ask_drafter(
     stops = policy.stops if policy.watches else None
     grows = policy.grows if policy.weighs else None
     limits = Limits(depths, stops, policy.stops_after, grows, by_source=policy.by_source)
-    rng = rows.rng.coupled() if rule.couples else rows.rng
+    rng = rows.rng.coupled() if parts.rule.couples else rows.rng
     draft = drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
     reading = sum(one.reading for one in draft.asked)
     clock.move(reading, "draft", "draft_prefill")

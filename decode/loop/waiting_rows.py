@@ -19,7 +19,7 @@ from decode.model.cache.long_read import LongRead, ReadPart
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.features import Features
 from decode.model.forward.few_rows_layers import MOST_TOKENS
-from decode.rules.exact import ExactMatch, used_rule
+from decode.rules.exact import ExactMatch
 from decode.text_stream import Stop
 from decode.verdict import Scores, Verdict
 
@@ -140,8 +140,7 @@ class PromptReading:
         scores = Scores(logits, new.sampling, nothing, contexts, processors)
         new.rng.at_lengths(contexts.lengths)
         # Without a draft every other rule draws as exact match does.
-        rule = used_rule(parts.rule, new.sampling)
-        rule = rule if isinstance(rule, ExactMatch) else ExactMatch()
+        rule = parts.rule if isinstance(parts.rule, ExactMatch) else ExactMatch()
         return Verdict.read(nothing, scores, rule.decide(nothing, scores, new.rng)), features
 
     def _states(self, place: int) -> Mapping[int, Tensor]:

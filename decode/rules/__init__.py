@@ -11,6 +11,7 @@ from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Draft, Siblings
 from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.verdict import Decision, Scores
 
 
@@ -21,9 +22,8 @@ class Rule(ABC):
     trees: the rule judges trees too, not only chains.
     siblings: the kinds of siblings that the rule judges in trees. A node of a chain has one child,
         drawn or chosen, and every rule judges that.
-    exact_when_greedy: at temperature 0 the rule is equal to exact match, which is used instead;
-        for a lossless rule also where tokens were chosen and not drawn
-        (`decode.loop.step.decided`).
+    exact_when_greedy: at temperature 0 the rule is equal to exact match, which then decides in its
+        place (`decode.loop.step.decided`).
     couples: chains are to be drawn with the noise of the text (`CounterRNG.coupled`).
     """
 
@@ -37,6 +37,10 @@ class Rule(ABC):
     def judges(cls, branches: bool, siblings: Siblings) -> bool:
         """Whether the rule fits drafts with these siblings. branches: the drafts can be trees."""
         return not branches or (cls.trees and siblings in cls.siblings)
+
+    def is_exact_for(self, sampling: Sampling) -> bool:
+        """Whether the rule is equal to exact match for texts that are drawn so."""
+        return self.exact_when_greedy and sampling.greedy
 
     @abstractmethod
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:

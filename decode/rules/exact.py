@@ -121,11 +121,6 @@ class ExactMatch(Rule):
         return emitted
 
 
-def used_rule(rule: Rule, sampling: Sampling) -> Rule:
-    """Exact match if sampling is greedy and the rule is equal to it then; otherwise the rule."""
-    return ExactMatch() if sampling.greedy and rule.exact_when_greedy else rule
-
-
 def depths_of_rows(draft: Draft) -> Tensor:
     """int64 [B, N+1]: for each row of p, the offset of its next token from the end of the committed
     text."""

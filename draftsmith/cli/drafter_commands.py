@@ -156,9 +156,8 @@ def generate(
     from decode.grammars import Grammars
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
-    from decode.stop_strings import StopStrings
     from decode.text import TextPieces
-    from decode.text_stream import text_of
+    from decode.text_stream import StopStrings, text_of
     from decode.trace import format_trace
     from train.data.chat_tokens import prompt_tokens
     from train.data.read import Example

@@ -288,6 +288,7 @@ class Verifier(Batcher[EdgeText]):
     def _admit(self) -> None:
         """Give rows to the texts with drafts. Idle rows leave for those that have none, the longest
         idle first."""
+        self._expire()
         drafted = sorted(self._drafted(), key=lambda text: text.arrived)
         idle = sorted(
             (text for text in self._rows.values() if text.draft is None),

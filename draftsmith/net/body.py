@@ -43,9 +43,8 @@ class Held:
         Raises ApiError with status 413 for one that is longer, 408 for one that comes too slowly,
         and 503 if other bodies need the memory; ClientDisconnect if the client leaves.
         """
-        too_long = ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
         if int(dict(scope["headers"]).get(b"content-length", 0)) > longest:
-            raise too_long
+            raise self._too_long(longest)
         limits, loop = self._memory.limits, asyncio.get_running_loop()
         begun, allowed, body, more = loop.time(), limits.body_seconds, bytearray(), True
         self._memory.pool.file(self._place, 0)
@@ -57,7 +56,7 @@ class Held:
                         raise ClientDisconnect
                     part = message.get("body", b"")
                     if len(body) + len(part) > longest:
-                        raise too_long
+                        raise self._too_long(longest)
                     if self._dropped or not self._memory.pool.take(self._place, len(part)):
                         raise self._full()
                     body += part
@@ -78,6 +77,10 @@ class Held:
         self._dropped = True
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
+
+    @staticmethod
+    def _too_long(longest: int) -> ApiError:
+        return ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
 
     @staticmethod
     def _full() -> ApiError:

@@ -144,7 +144,9 @@ class Service:
         """The figures of the batcher, for the page."""
         if not self.batcher.alive:
             return None
-        return event({"seconds": round(time.monotonic(), 3), **self.batcher.live()})
+        learner = self.settings.learner
+        learnt = {} if learner is None else learner.live()
+        return event({"seconds": round(time.monotonic(), 3), **self.batcher.live(), **learnt})
 
     # --- routes -----------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Service:
         body = await self._body(request, LONGEST_BODY)
         self.batcher.require_room(1 + self.reader.waiting)
         read = await self.reader.read(contract, body)
-        running = RunningRequest(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
+        running = RunningRequest(self.batcher, read, self.seeds.getrandbits)
         answer = kind(
             self.names[0],
             self.settings.fingerprint,

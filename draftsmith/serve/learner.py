@@ -29,7 +29,7 @@ from distill.replay.online_student import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
 from draftsmith.net.few_lines import server_logger
 from draftsmith.serve.batching.request_batcher import RequestBatcher
-from draftsmith.serve.batching.requests import DecodeRequest, Refusal, RowWatch
+from draftsmith.serve.batching.requests import AnswerChoice, DecodeRequest, Refusal
 from heads.kinds import HEADS
 from heads.online_heads import require_learns
 from train.base.console import Reporter
@@ -171,7 +171,7 @@ def _bent_by(request: DecodeRequest) -> str | None:
     return next((name for name, value in vars(drawn).items() if value != usual[name]), None)
 
 
-class ServiceLearner(RowWatch):
+class ServiceLearner:
     """Records what the target rejects, learns from it, and gives the drafter new versions. Texts
     whose request bends the target's distribution are left out.
 
@@ -207,18 +207,23 @@ class ServiceLearner(RowWatch):
         self._versions = options.versions(target)
         self._progress = StreamProgress(ranks=1)
         self._batcher: RequestBatcher  # set by `start`
+        self._texts: dict[int, AnswerChoice] = {}  # those that run on after the last pass, by row
         self._rounds = 0  # since the start of the service
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._restore()
 
     def start(self, batcher: RequestBatcher) -> None:
-        """Begin to learn for this batcher, which has `observe` among its decoder's observers and
-        this object as its watch."""
+        """Begin to learn for this batcher, which has `observe` among its decoder's observers."""
         self._batcher = batcher
         batcher.drafter_version = self.online.version
         batcher.metrics.drafter_version.set_function(lambda: batcher.drafter_version)
         self._thread.start()
+
+    def live(self) -> dict[str, int]:
+        """Figures of this moment for `/live`."""
+        version = self._batcher.drafter_version
+        return {"drafter_version": version, "learning_rounds": self._rounds}
 
     def close(self, seconds: float) -> None:
         """Wait for the round that runs, for these seconds at most, and save. Then nothing is
@@ -232,28 +237,30 @@ class ServiceLearner(RowWatch):
 
     # --- called in the decoding thread ------------------------------------------------------------
 
-    def join(self, row: int, request: DecodeRequest) -> None:
+    def observe(self, verification: Verification) -> None:
+        """Record a pass, as an observer of the decode."""
+        collector = self.online.collector
+        texts = {row: self._batcher.text_of(row) for row in verification.rows.tolist()}
+        for row, text in self._texts.items():
+            if texts.get(row) is not text:  # it was given up, or has lost its row
+                collector.leave(row)
+        for row, text in texts.items():
+            if self._texts.get(row) is not text:
+                self._join(row, text.request)
+        if self.learning:
+            self.online.observe(verification)
+        for row in verification.rows[verification.ended].tolist():
+            collector.leave(row)
+            del texts[row]
+        self._texts = texts
+
+    def _join(self, row: int, request: DecodeRequest) -> None:
         if not self.learning or not (request.job.store or self.options.source == "all"):
             return
         if bent := _bent_by(request):
             self._batcher.metrics.not_learnt(bent)
         else:
             self.online.collector.join(row)
-
-    def leave(self, row: int) -> None:
-        self.online.collector.leave(row)
-
-    def live(self) -> dict[str, int]:
-        version = self._batcher.drafter_version
-        return {
-            "drafter_version": version,
-            "learning_rounds": self._rounds,
-        }
-
-    def observe(self, verification: Verification) -> None:
-        """Record a pass, as an observer of the decode."""
-        if self.learning:
-            self.online.observe(verification)
 
     def swap(self, decoding: Decoding) -> None:
         """Give the drafter its newest version, if it drafts."""

@@ -25,7 +25,6 @@ from decode.loop.parts import Parts
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES, Rule
-from decode.rules.exact import used_rule
 from decode.rules.lossy_speculative import Lenience
 from decode.settings import DecodeSettings
 from draftsmith.serve.adapter_routes import AdapterRoutes
@@ -87,8 +86,8 @@ class Settings:
 
     def lossy_for(self, sampling: Sampling) -> str | None:
         """`lossy` for texts that are drawn so. None if the rule is exact for them."""
-        rule = self.batcher.decoder.parts.rule
-        return self.lossy if used_rule(rule, sampling) is rule else None
+        exact = self.batcher.decoder.parts.rule.is_exact_for(sampling)
+        return None if exact else self.lossy
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, and facts on the target, as JSON values."""

@@ -9,22 +9,15 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
-from decode.stop_strings import AnswerText
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
+from draftsmith.serve.batching.answer_tokens import NewTokens, Piece
 from draftsmith.serve.batching.request_batcher import RequestBatcher
-from draftsmith.serve.batching.requests import (
-    DecodeRequest,
-    Event,
-    NewTokens,
-    Refusal,
-)
-from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
-from draftsmith.serve.openai.answers import ApiAnswer, Piece
+from draftsmith.serve.batching.requests import DecodeRequest, Event, Refusal
+from draftsmith.serve.openai.answers import ApiAnswer
 from draftsmith.serve.openai.reading import ReadRequest
 
 STATUS = {
@@ -47,7 +40,6 @@ class RunningRequest:
     def __init__(
         self,
         batcher: RequestBatcher,
-        tokenizer: PreTrainedTokenizerBase,
         read: ReadRequest,
         random_bits: Callable[[int], int],
     ) -> None:
@@ -62,18 +54,6 @@ class RunningRequest:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._take, new)
 
-        self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
-        shown = frozenset[int]() if read.calls is None else read.calls.shown
-        ruled = job.sampling.grammar is not None
-        self._texts = [
-            AnswerText(tokenizer, job.stops, shown=shown, keep_blank=ruled) for _ in self.choices
-        ]
-        self._tokens: list[AnswerTokens] = []
-        if job.logprobs is not None or job.trace:
-            token_bytes = TokenBytes(tokenizer)
-            self._tokens = [
-                AnswerTokens(tokenizer, token_bytes, shown, ruled) for _ in self.choices
-            ]
         self._request = DecodeRequest(job, self.choices, deliver)
         self._batcher.submit(self._request)
 
@@ -98,25 +78,8 @@ class RunningRequest:
             new = await self._events.get()
             if isinstance(new, Refusal):
                 raise as_api_error(new)
-            piece = self._piece(new)
-            left -= piece.reason is not None
-            if piece.text or piece.reason is not None:
-                yield piece
-
-    def _piece(self, new: NewTokens) -> Piece:
-        """What new tokens add to a text."""
-        index, reason = new.choice.index, new.reason
-        text, ended = self._texts[index], reason is not None
-        piece = Piece(index, text.add(new.tokens, ended=ended), reason)
-        self._generated[index] += len(new.tokens)
-        piece.generated = self._generated[index]
-        self._lengths[index] += len(piece.text)
-        if self._tokens:
-            self._tokens[index].add(new)
-            piece.tokens = self._tokens[index].take(self._lengths[index], ended=ended)
-        if ended and text.stopped is not None:
-            piece.reason, piece.stop = "stop", text.stopped
-        return piece
+            left -= new.reason is not None
+            yield new
 
     async def _collected(self, answer: ApiAnswer) -> list[Piece]:
         """All texts. An error after a text is complete ends the others with what they have. Raises
@@ -131,8 +94,8 @@ class RunningRequest:
             answer.error = error.body["error"]
             for text, choice in zip(texts, self.choices, strict=True):
                 if text.reason is None:
-                    end = self._piece(NewTokens(choice, [], "length"))
-                    texts[text.index] = text.joined(end)
+                    # The decoding thread has given it up.
+                    texts[text.index] = text.joined(choice.piece(NewTokens([], "length")))
         return texts
 
     async def answer(self, request: Request, answer: ApiAnswer) -> ASGIApp:

@@ -78,9 +78,7 @@ def make_service(
     if model_name is None:
         names.append(target.name)
     metrics = Metrics(names[0], decoder.policy.max_depth)
-    batcher = RequestBatcher(
-        decoder, target.tokenizer, bounds, metrics, settings.draft_temperature, learner
-    )
+    batcher = RequestBatcher(decoder, target.tokenizer, bounds, metrics, settings.draft_temperature)
     if learner is not None:
         learner.start(batcher)
     return Service(

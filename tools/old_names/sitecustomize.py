@@ -14,22 +14,26 @@ MOVED = {
     "decode.target": "decode.model",
     "train.record.answers": "draftsmith.learn.record.kept_answers",
     "train.record": "draftsmith.learn.record",
-    "train.serve.answer_tokens": "draftsmith.serve.openai.answer_tokens",
+    "train.serve.answer_tokens": "draftsmith.serve.batching.answer_tokens",
     "train.serve.answers": "draftsmith.serve.openai.answers",
     "train.serve.requests": "draftsmith.serve.batching.requests",
     "train.serve": "draftsmith.serve",
 }
 # What a module has no longer by this name: its place today.
 RENAMED = {
-    "decode.text_stream": {"StopStrings": "decode.stop_strings.StopStrings"},
     "draftsmith.serve.batching.requests": {
         "Bounds": "draftsmith.serve.batching.requests.RequestBounds"
     },
-    "draftsmith.serve.openai.answers": {"AnswerText": "decode.stop_strings.AnswerText"},
+    "draftsmith.serve.openai.answers": {"AnswerText": "decode.text_stream.AnswerText"},
     "draftsmith.serve.server": {
         "Server": "draftsmith.serve.server.ServiceServer",
         "bind": "draftsmith.net.listen.bind",
     },
+}
+
+# What takes other arguments today: from today's function to the old one.
+CHANGED: dict[str, dict[str, Any]] = {
+    "draftsmith.serve.batching.requests": {"NewTokens": lambda made: lambda _, *rest: made(*rest)},
 }
 
 
@@ -58,6 +62,8 @@ class Lenient(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         names = RENAMED[module.__name__]
+        for name, old in CHANGED.get(module.__name__, {}).items():
+            setattr(module, name, old(getattr(module, name)))
 
         def member(name: str) -> Any:
             if name not in names:

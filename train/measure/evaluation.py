@@ -63,6 +63,7 @@ def evaluate(
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
     ranks = ranks if _can_share(speculative, protocol, prompts, ranks) else ALONE
     rule, max_depth = protocol.for_drafter(drafter).rule, speculative.policy.max_depth
+    used = speculative.parts.rule
     protocol = replace(protocol, rule=rule, gamma=max_depth)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     speculative.drafter.forget()  # what the costs were measured on
@@ -81,7 +82,7 @@ def evaluate(
     return Evaluation(
         protocol,
         dtype_name(target.dtype),
-        speculative.rule.lossless,
+        used.lossless or used.is_exact_for(protocol.sampling),
         counts,
         outputs,
         [repetition(output) for output in outputs],

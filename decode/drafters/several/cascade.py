@@ -19,7 +19,7 @@ from decode.drafters.trained import VerifyingDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.rules import RULES, Rule
-from decode.rules.exact import used_rule
+from decode.rules.exact import ExactMatch
 from decode.verdict import Scores, Verdict
 from decode.verification import Outcome, Verification
 
@@ -132,7 +132,8 @@ class VerticalCascade(Group):
         if not width:
             return Draft.none(len(before), device)
         texts = replace(contexts, tokens=contexts.tokens.copy())
-        rule = RULES["coupled"]() if rng.couples else used_rule(self.rule, sampling)
+        rule = ExactMatch() if self.rule.is_exact_for(sampling) else self.rule
+        rule = RULES["coupled"]() if rng.couples else rule
         drawn = not sampling.greedy and not rng.couples
         size = self.model.vocab_size
         assert size is not None, "attach() comes before draft()"

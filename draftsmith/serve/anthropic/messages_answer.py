@@ -7,9 +7,9 @@ from typing import Any
 
 from draftsmith.net.events import event
 from draftsmith.serve.anthropic.messages_request import MessagesRequest
-from draftsmith.serve.openai.answers import ApiAnswer, Piece
+from draftsmith.serve.batching.answer_tokens import Piece
+from draftsmith.serve.openai.answers import ApiAnswer
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.tools import call_ids
 
 _KINDS = {
     401: "authentication_error",
@@ -81,7 +81,7 @@ class MessagesAnswer(ApiAnswer):
         """What of the next piece is text."""
         text, calls = self.read(piece)
         self._text, self._end = self._text + text, piece
-        self._calls += map(_block, call_ids(calls))
+        self._calls += map(_block, calls)
         return text
 
     @property

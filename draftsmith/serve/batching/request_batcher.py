@@ -15,18 +15,18 @@ from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
+from decode.text_stream import Stop
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.net.few_lines import server_logger
+from draftsmith.serve.batching.answer_tokens import NewTokens, TokenBytes
 from draftsmith.serve.batching.metrics import AnswerSpeed, Metrics
 from draftsmith.serve.batching.next_texts import next_texts
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
     DecodeRequest,
-    NewTokens,
     Refusal,
     RequestBounds,
-    RowWatch,
     each_once,
 )
 
@@ -41,11 +41,10 @@ class RequestBatcher(Batcher[AnswerChoice]):
     decoder: used by its thread alone from now on. tokenizer: the tokenizer of the target, not used
     by other threads. draft_temperature: None: as the texts'.
 
-    watch: told of the rows, in the decoding thread. drafter_version: the version of the weights
-    that draft.
-    lossy: the rule in use, if it is lossy for such requests; None if it is lossless. on_waiting:
-    called with the number of texts that wait, before each pass and when some give up. These are
-    set in the decoding thread, by `between`.
+    drafter_version: the version of the weights that draft. lossy: the rule in use, if it is lossy
+    for such requests; None if it is lossless. on_waiting: called with the number of texts that
+    wait, before each pass and when some give up. These are set in the decoding thread, by
+    `between`.
     """
 
     bounds: RequestBounds
@@ -57,16 +56,14 @@ class RequestBatcher(Batcher[AnswerChoice]):
         bounds: RequestBounds,
         metrics: Metrics,
         draft_temperature: float | None = None,
-        watch: RowWatch | None = None,
     ) -> None:
         super().__init__(decoder, bounds, AHEAD)
         self.metrics = metrics
         self.drafter_version = 0
         self.lossy: Callable[[Sampling], str | None] | None = None
         self.on_waiting: Callable[[int], None] | None = None
-        self._watch = watch or RowWatch()
-        self._tokenizer = tokenizer
-        self._draft_temperature = draft_temperature
+        self._tokenizer, self._token_bytes = tokenizer, TokenBytes(tokenizer)
+        self._draft_temperature, self._texts = draft_temperature, _Texts(self)
         self._waiting: deque[AnswerChoice] = deque()
         self._unsent: set[DecodeRequest] = set()  # requests whose answers are not sent
         self._changes: list[Future[None]] = []  # of settings; they are not in use yet
@@ -104,7 +101,6 @@ class RequestBatcher(Batcher[AnswerChoice]):
             "waiting": len(self._waiting),
             "gamma": self.decoder.policy.max_depth,
             **self.metrics.counted,
-            **self._watch.live(),
         }
 
     def submit(self, request: DecodeRequest) -> None:
@@ -113,8 +109,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         lm = self.decoder.lm
         job, texts = request.job, len(request.choices)
         require_prompts(job.prompts, lm.max_positions, self.decoder.vocab_size)
-        request.take(self._tokenizer, self._draft_temperature)
-        settings = request.settings(request.choices[0])
+        settings = request.take(self._texts, self._draft_temperature)
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
         with self._changed:
             self.require_room(texts, sum(map(len, job.prompts)))
@@ -181,6 +176,10 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     # --- the decoding thread ----------------------------------------------------------------------
 
+    def text_of(self, row: int) -> AnswerChoice:
+        """The text that has a row, for observers of the decode."""
+        return self._rows[row]
+
     def _busy(self) -> bool:
         return bool(self._waiting or self._rows)
 
@@ -222,6 +221,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self._refuse(request, Refusal("overran", message))
 
     def _admit(self) -> None:
+        self._expire()
         while self._waiting:
             with self._changed:
                 texts = next_texts(self._waiting, self._rows.values(), self.bounds.max_rows)
@@ -240,8 +240,10 @@ class RequestBatcher(Batcher[AnswerChoice]):
         settings = request.settings(first)
         left = request.job.new_tokens - len(first.tokens)
         samples = [choice.sample for choice in texts]
-        if not self._begin(texts, first.text, left, samples, settings):
+        if not self._begin(texts, first.ids, left, samples, settings):
             return
+        for choice in texts:
+            choice.begin(self._tokenizer, self._token_bytes)
         request.begun = now
         with self._changed:
             for choice in texts:
@@ -269,7 +271,6 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 choice.cached = (choice.cached or 0) + reused
         for joined in sorted(before.difference(self._decoding.waiting)):
             other = self._rows[joined]
-            self._watch.join(joined, other.request)
             if not other.tokens:
                 other.versions = (self.drafter_version, self.drafter_version)
                 self.metrics.prompt_tokens.inc(len(other.prompt))
@@ -296,9 +297,8 @@ class RequestBatcher(Batcher[AnswerChoice]):
         which begin one by one. If a pass fails with one suspect, or with one text at all, its
         request is refused."""
         suspects = [choice for choice in ran if choice.suspect] or ran
-        for row, choice in rows.items():
+        for choice in rows.values():
             choice.suspect = choice in ran
-            self._watch.leave(row)
         with self._changed:
             self._waiting.extendleft(reversed(rows.values()))
         if len(suspects) == 1:
@@ -342,9 +342,12 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self._end(choice)
             elif entries:
                 self._decoding.logprobs[row].clear()
-            if not request.cancelled:
-                traced, choice._traced = choice._traced, (0, ())
-                request.deliver(NewTokens(choice, tokens, choice.reason, entries, *traced))
+            if request.cancelled:
+                continue
+            traced, choice._traced = choice._traced, (0, ())
+            piece = choice.piece(NewTokens(tokens, choice.reason, entries, *traced))
+            if piece.text or piece.reason is not None:
+                request.deliver(piece)
         failed = [(self._rows[row], error) for row, error in news.failed.items()]
         for choice, error in failed:
             self._fail(choice, error)
@@ -364,7 +367,6 @@ class RequestBatcher(Batcher[AnswerChoice]):
         super()._leave(choice)
         if row is not None:
             self._busy_at = time.monotonic()
-            self._watch.leave(row)
 
     def _give_up(self, request: DecodeRequest) -> None:
         """Free all rows of a request, and let none of its texts wait."""
@@ -394,6 +396,19 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _retry_after(self) -> int:
         """Seconds until the texts that wait are answered, at the speed of the last passes."""
         return self._speed.seconds_for(len(self._waiting))
+
+
+class _Texts(Stop):
+    """Adds the new tokens of a batcher's rows to their texts."""
+
+    def __init__(self, batcher: RequestBatcher) -> None:
+        self._batcher = batcher
+
+    def start(self) -> None: ...
+
+    def cut(self, row: int, tokens: list[int]) -> int | None:
+        text = self._batcher.text_of(row).text
+        return None if text is None else text.cut(tokens)
 
 
 def _ending() -> Refusal:

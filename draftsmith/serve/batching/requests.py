@@ -8,12 +8,12 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import MemoryShortage, UserError
-from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
-from decode.stop_strings import StopStrings
+from decode.text_stream import AnswerText, Stop
 from draftsmith.net.few_lines import server_logger
+from draftsmith.serve.batching.answer_tokens import AnswerTokens, NewTokens, Piece, TokenBytes
 
 logger = server_logger(__name__)
 
@@ -48,7 +48,7 @@ class Job:
     """What a request asks of the decode. prompts: token ids. new_tokens: the most new tokens of
     each text. texts: of each prompt. seed: None: any. stops: strings that end a text. logprobs,
     label: as in `RowSettings`. trace: keep what was drafted. store: its sender allows that the
-    service learns from it."""
+    service learns from it. shown: special tokens that are in the text."""
 
     prompts: Sequence[Sequence[int]]
     new_tokens: int
@@ -61,6 +61,7 @@ class Job:
     trace: bool = False
     store: bool = False
     label: str | None = None
+    shown: frozenset[int] = frozenset()
 
     def choices(self, random_bits: Callable[[int], int]) -> list["AnswerChoice"]:
         """The texts, before they begin. random_bits: makes seeds."""
@@ -82,8 +83,8 @@ class AnswerChoice:
     accepted: its verification passes and draft tokens so far. versions: the versions of the
     drafter, in its first and its last pass. lossy: the last lossy rule that judged its drafts.
     cached: tokens of its prompt that were in the prefix cache; None: there is none, or another text
-    read it. suspect: it ran in a pass that failed, and in none since. request: the one that it is
-    in, which sets this."""
+    read it. suspect: it ran in a pass that failed, and in none since. text: since it has a row.
+    request: the one that it is in, which sets this."""
 
     index: int
     prompt: Sequence[int]
@@ -99,55 +100,64 @@ class AnswerChoice:
     lossy: str | None = None
     cached: int | None = None
     suspect: bool = False
+    text: AnswerText | None = None
     request: "DecodeRequest" = field(init=False, repr=False)
     _last: float = 0.0  # when it got its last tokens
     # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
     _traced: tuple[int, Sequence[int]] = (0, ())
+    _entries: AnswerTokens | None = None
+    _given: int = 0  # characters in pieces
 
     @property
-    def text(self) -> Sequence[int]:
+    def ids(self) -> Sequence[int]:
         """The prompt with the tokens so far."""
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
+
+    def begin(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
+        """It gets a row. It has given the pieces of its tokens so far; a pass that failed may have
+        added others to its text."""
+        job = self.request.job
+        shown, ruled = job.shown, job.sampling.grammar is not None
+        self.text = AnswerText(tokenizer, job.stops, shown=shown, keep_blank=ruled)
+        self.text.add(self.tokens)
+        if self._entries is None and (job.logprobs is not None or job.trace):
+            self._entries = AnswerTokens(tokenizer, token_bytes, shown, ruled)
+
+    def piece(self, new: NewTokens) -> Piece:
+        """What new tokens, which its text has, add to the pieces before."""
+        ended = new.reason is not None
+        piece = Piece(self.index, "", new.reason, generated=len(self.tokens))
+        if self.text is not None:
+            piece.text = self.text.take(ended=ended)
+            piece.stop = self.text.stopped
+        self._given += len(piece.text)
+        if self._entries is not None:
+            self._entries.add(new)
+            piece.tokens = self._entries.take(self._given, ended=ended)
+        return piece
 
     def end(self, max_positions: int, eos: Collection[int]) -> None:
         """Say why the text has ended. max_positions: the max positions of the target. eos: its
         ids."""
-        job, stop, last = self.request.job, self.request.stop, self.tokens[-1]
+        job, last = self.request.job, self.tokens[-1]
         room = max_positions - len(self.prompt)
         stopped = len(self.tokens) < min(job.new_tokens, room)
         stopped = stopped or (not job.ignore_eos and last in eos)
         stopped = stopped or last in job.sampling.stop_token_ids
         # The last token that a text may have can also be the end of a stop string.
-        if not stopped and stop is not None:
-            stopped = stop.ends(self.tokens)
+        stopped = stopped or (self.text is not None and self.text.stopped is not None)
         self.reason = "stop" if stopped else "length"
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """What a pass gave one text. reason: why the text has ended, if it has. logprobs: one entry per
-    token, if the request asks for them. accepted: how many of the tokens are draft tokens, the
-    first ones. rejected: the draft tokens below them, which were not kept. Only a request with
-    `trace` has the last two."""
-
-    choice: AnswerChoice
-    tokens: list[int]
-    reason: str | None
-    logprobs: Sequence[TokenLogprob] = ()
-    accepted: int = 0
-    rejected: Sequence[int] = ()
-
-
-# New tokens, or why the request ends.
-Event = NewTokens | Refusal
+# A part of a text, or why the request ends.
+Event = Piece | Refusal
 
 
 @dataclass(eq=False)
 class DecodeRequest:
     """A job, and its texts on their way. deliver: called in the decoding thread with each event,
     never after `cancel` has been seen or a refusal delivered. begun: when the last of its texts got
-    a row; None: they all wait. stop: of the job's stop strings. `RequestBatcher.submit` takes
-    it."""
+    a row; None: they all wait. `RequestBatcher.submit` takes it."""
 
     job: Job
     choices: list[AnswerChoice]
@@ -155,29 +165,26 @@ class DecodeRequest:
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: float | None = None
-    stop: StopStrings | None = field(default=None, init=False)
     _shared: RowSettings = field(init=False, repr=False)  # of the rows of all texts
 
     def __post_init__(self) -> None:
         for choice in self.choices:
             choice.request = self
 
-    def take(self, tokenizer: PreTrainedTokenizerBase, draft_temperature: float | None) -> None:
-        """Make what all its texts are decoded with. tokenizer: the target's. draft_temperature:
-        None: as the texts'."""
+    def take(self, stop: Stop, draft_temperature: float | None) -> RowSettings:
+        """Make what all its texts are decoded with. draft_temperature: None: as the texts'."""
         job, drafts = self.job, None
-        if job.stops:
-            self.stop = StopStrings(tokenizer, job.stops)
         if draft_temperature is not None:
             drafts = replace(job.sampling, temperature=draft_temperature)
         self._shared = RowSettings(
             job.sampling,
-            stop=self.stop,
+            stop=stop,
             ignore_eos=job.ignore_eos,
             logprobs=job.logprobs,
             draft_sampling=drafts,
             label=job.label,
         )
+        return self._shared
 
     def settings(self, choice: AnswerChoice) -> RowSettings:
         """Of a text's row."""
@@ -188,20 +195,6 @@ class DecodeRequest:
 def each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
     """The prompts without those that are the same object: the texts of one prompt share it."""
     return list({id(prompt): prompt for prompt in prompts}.values())
-
-
-class RowWatch:
-    """Is told of the rows of requests, in the decoding thread. This one does nothing."""
-
-    def join(self, row: int, request: DecodeRequest) -> None:
-        """A row of this request begins to decode. Its prompt has been read."""
-
-    def leave(self, row: int) -> None:
-        """Its text has ended, or is given up. It gets no more passes."""
-
-    def live(self) -> dict[str, int]:
-        """Figures of this moment for `/live`."""
-        return {}
 
 
 @dataclass(frozen=True)

@@ -4,34 +4,15 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.net.events import DONE, event
+from draftsmith.serve.batching.answer_tokens import AnswerToken, Piece
 from draftsmith.serve.batching.requests import AnswerChoice
-from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.reading import ReadRequest
 from draftsmith.serve.openai.text_request import Several, StreamOptions
 from draftsmith.serve.openai.tools import CallText, call_ids
-
-
-@dataclass
-class Piece:
-    """A part of one choice's text, or all of it. reason: why the text ends with it, if it does.
-    tokens: for requests that ask about single tokens. generated: tokens of the text so far. stop:
-    the stop string that ended it."""
-
-    index: int
-    text: str
-    reason: str | None
-    tokens: list[AnswerToken] = field(default_factory=list)
-    generated: int = 0
-    stop: str | None = None
-
-    def joined(self, other: "Piece") -> "Piece":
-        """This piece and the one after it."""
-        return replace(other, text=self.text + other.text, tokens=[*self.tokens, *other.tokens])
 
 
 class ApiAnswer(ABC):
@@ -77,14 +58,15 @@ class ApiAnswer(ABC):
     def failure(self, error: ApiError) -> Iterator[bytes]:
         """The events of an answer that cannot go on."""
 
-    def read(self, piece: Piece) -> tuple[str, list[tuple[str, str]]]:
+    def read(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
         """The next text of a choice that is no call, and the calls, which come with its end."""
         if not self._texts:
             return piece.text, []
         text = self._texts[piece.index]
         if piece.reason is None:
             return text.add(piece.text), []
-        return text.end(piece.text, self._choices[piece.index].tokens)
+        said, calls = text.end(piece.text, self._choices[piece.index].tokens)
+        return said, call_ids(calls)
 
     @property
     def generated_tokens(self) -> int:
@@ -230,8 +212,7 @@ class ChatAnswer(ChoicesAnswer):
         return made
 
     def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
-        content, found = self.read(piece)
-        calls = call_ids(found)
+        content, calls = self.read(piece)
         if whole:
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:

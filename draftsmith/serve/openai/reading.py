@@ -190,6 +190,7 @@ class BodyReader:
             asked.draftsmith.trace,
             asked.store,
             asked.draftsmith.label,
+            frozenset() if calls is None else calls.shown,
         )
         return ReadRequest(asked, job, calls)
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from draftsmith.net.events import event
-from draftsmith.serve.openai.answer_tokens import AnswerToken
-from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries
+from draftsmith.serve.batching.answer_tokens import AnswerToken, Piece
+from draftsmith.serve.openai.answers import ApiAnswer, entries
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.openai_requests import ResponsesRequest
 from draftsmith.serve.openai.text_request import Tooled
-from draftsmith.serve.openai.tools import call_ids
 
 
 class ResponsesAnswer(ApiAnswer):
@@ -76,7 +75,7 @@ class ResponsesAnswer(ApiAnswer):
     def _add(self, piece: Piece) -> Piece:
         """What of the next piece is text of the message."""
         text, calls = self.read(piece)
-        self._items += map(_call_item, call_ids(calls))
+        self._items += map(_call_item, calls)
         self._held += piece.tokens
         whole = self._message.text + text
         # Text behind a call has no entries: those of the call would stand among them.

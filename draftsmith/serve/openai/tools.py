@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.stop_strings import begun
-from decode.text_stream import decode, special_ids
+from decode.text_stream import begun, decode, special_ids
 from draftsmith.serve.openai.api_errors import ApiError, unfit
 from draftsmith.serve.openai.formats import AskedGrammar
 

@@ -1,13 +1,13 @@
 """The tokens of an answer, with the characters that each of them adds to the text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.drafters.tokenizers.token_texts import BYTE_OF, BYTE_TOKEN
+from decode.draw.logprobs import TokenLogprob
 from decode.text_stream import TextStream, decode
-from draftsmith.serve.batching.requests import NewTokens
 
 
 class TokenBytes:
@@ -62,6 +62,38 @@ class AnswerToken:
     @property
     def end(self) -> int:
         return self.start + len(self.text)
+
+
+@dataclass
+class Piece:
+    """A part of one choice's text, or all of it. reason: why the text ends with it, if it does.
+    tokens: for requests that ask about single tokens. generated: tokens of the text so far. stop:
+    the stop string that ended it."""
+
+    index: int
+    text: str
+    reason: str | None
+    tokens: list[AnswerToken] = field(default_factory=list)
+    generated: int = 0
+    stop: str | None = None
+
+    def joined(self, other: "Piece") -> "Piece":
+        """This piece and the one after it."""
+        return replace(other, text=self.text + other.text, tokens=[*self.tokens, *other.tokens])
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a pass gave one text. reason: why the text has ended, if it has. logprobs: one entry per
+    token, if the request asks for them. accepted: how many of the tokens are draft tokens, the
+    first ones. rejected: the draft tokens below them, which were not kept. Only a request with
+    `trace` has the last two."""
+
+    tokens: Sequence[int]
+    reason: str | None
+    logprobs: Sequence[TokenLogprob] = ()
+    accepted: int = 0
+    rejected: Sequence[int] = ()
 
 
 class AnswerTokens:
