@@ -11,7 +11,7 @@ import numpy as np
 
 from decode.stats import Counts, Tally
 from decode.verification import Verification
-from train.base.thinking_marks import MARKS
+from train.measure.thinking_marks import MARKS
 
 
 def thinking_tokens(tokenizer: Any) -> tuple[int, int] | None:
