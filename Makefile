@@ -24,7 +24,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("
 .PHONY: help install quickstart test test-lowest test-newest smoke-newest newest test-thorough \
 	test-quantised test-engines \
 	engine-llama engine-openvino engine-speculators engine-vllm test-clients \
-	test-peers findings lint format docs clean
+	test-peers audit-controls findings lint format docs clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-quantised the tests of targets that torchao quantised"
 	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
 	@echo "make test-peers   losses and gradients beside those of other trainers: 3 GB"
+	@echo "make audit-controls  servers with a planted error, and honest ones: what an audit says; 1 h"
 	@echo "make findings     what public packages do that one would guess wrong: still so, or changed"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
@@ -150,6 +151,10 @@ $(ENGINES)/peers/.installed: tools/peers.txt
 
 test-peers: install engine-speculators $(ENGINES)/peers/.installed
 	$(VENV)/bin/python -m tools.peers
+
+# The planted errors that `make test` leaves out, and the honest servers.
+audit-controls: install
+	$(ONE_THREAD) $(VENV)/bin/python -m tools.audit_controls
 
 # cmake starts `make -j`: without a number that is one compiler for each file at once.
 CORES ?= $(shell nproc 2>/dev/null || echo 2)

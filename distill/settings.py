@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from decode.base.errors import UserError
 from decode.base.strict import Strict
 
 
@@ -119,3 +120,25 @@ class StudentConfig(Strict):
         """The name of the existing model or drafter, as `load_target` reads it. earlier: the
         directories of earlier stages by name."""
         return self.model or str(earlier[self.stage or ""] / "drafter")
+
+
+_OTHER_TOKENIZER = "the drafter has another tokenizer than the target"
+# What cannot be set beside `vocabulary: shared`, and why.
+REFUSED_BY_SHARED = {
+    "on_policy": f"{_OTHER_TOKENIZER}, and learns from the target's tokens only",
+    "parallel": f"{_OTHER_TOKENIZER}, and its drafts in one pass are not trained",
+    "draft_vocabulary": f"{_OTHER_TOKENIZER}, and the tokens of both are its draft vocabulary",
+}
+
+
+def refuse(settings: Any, **reasons: str) -> None:
+    """Raise UserError if any of these settings of a stage is set. reasons: {setting: reason}; a
+    setting of a part is `part.setting`."""
+    for key, reason in reasons.items():
+        part, *names = settings, *key.split(".")
+        for name in names[:-1]:
+            part = getattr(part, name)
+        if getattr(part, names[-1]) != type(part).model_fields[names[-1]].default:
+            raise UserError(
+                f"stage {settings.name}: {key} cannot be set here: {reason}; leave it out"
+            )

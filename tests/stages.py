@@ -64,6 +64,8 @@ def make_stage(kind: str, name: str, *earlier: Any, **settings: Any) -> Any:
     config = kinds_of(StageConfig, "kind")[kind].model_validate(
         {"name": name, "kind": kind} | settings
     )
+    for check in config.checks(earlier):
+        check()
     STAGES[kind].check(config, earlier)
     return config
 

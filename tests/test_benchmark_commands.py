@@ -73,7 +73,7 @@ def test_a_page_says_where_a_command_is_that_is_gone() -> None:
                 continue
             assert name in gone, f"{page}: {name}"
             near = text[max(0, place - 200) : place + 400]
-            assert "#answered-once" in near, f"{page}: {name} has no tag"
+            assert "#answered-once" in near, f"{page}: {name} has no commit"
 
 
 Figures = Mapping[str, Any]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from heads.options import HeadOptions
 from train.base.config_file import REMOVED, read_config
 from train.run.config import UNTRAINED, differences, dump_config
 from train.run.config_checks import build_config, load_config, validate_config
-from train.settings.schema import StageConfig
+from train.settings.schema import StageConfig, need_teacher
 from train.settings.training import OnPolicyConfig
 from train.stages import STAGES
 
@@ -231,27 +232,81 @@ def test_heads_and_rules_of_a_stage_are_offered_too(tmp_path):
             load(tmp_path, JUDGED.replace(old, new, 1))
 
 
-def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
+ALL_WRONG = """
+name: run
+target: {model: ./no/target, device: cpu, device_map: auto}
+data: {train: [here.jsonl, gone.jsonl], test: here.tab}
+evaluation: {split: dev, stages: [smal]}
+stages:
+  - {name: data, kind: generate}
+  - {name: cache, kind: teacher_cache, k: 9, draft_vocabulary: 4, text: answers}
+  - {name: small, kind: distill, drafter: {model: ./no/drafter}, teacher: states}
+  - {name: small, kind: heads, heads: {type: medusa}, teacher_temperature: 2, start: small}
+  - {name: served, kind: online, drafter: {stage: nothing}, split: train}
+"""
+EXPECTED = [
+    "run.yaml:7: a generate stage has the name 'data', which means the data's own responses",
+    "run.yaml:8: no earlier stage 'answers' of kind generate; expected one of data.",
+    "run.yaml:8: stage cache: k is 9, but draft_vocabulary is only 4; lower k",
+    "run.yaml:9: no earlier stage 'states' of kind teacher_cache or feature_cache; expected one",
+    "run.yaml:10: two stages have the name 'small'; give each stage a different name",
+    "run.yaml:10: stage small: no loss reads the teacher, so teacher_temperature would do nothing",
+    "run.yaml:10: no earlier stage 'small' of kind heads; there are none.",
+    "run.yaml:11: no earlier stage 'nothing' of kind heads or distill or online; expected one of",
+    "run.yaml:5: evaluation.stages names 'smal', but no stage has that name; expected one of",
+    "run.yaml:3: device 'cpu' and a device_map were given; a device_map says where each layer",
+    "run.yaml:8: stage cache (kind: teacher_cache) needs the target on one device, but",
+    "run.yaml:9: stage small (kind: distill) needs the target on one device, but",
+    "run.yaml:10: stage small (kind: heads) needs the target on one device, but",
+    "run.yaml:11: stage served (kind: online) needs the target on one device, but",
+    "run.yaml:5: evaluation.split is dev, but data has no such split; set data.dev",
+    "run.yaml:3: ./no/target does not exist. Name a model directory, a .gguf file, a hub id",
+    "run.yaml:9: ./no/drafter does not exist. Name a model directory, a .gguf file, a hub id",
+    "run.yaml:4: gone.jsonl: no such file (looked at ",
+    'run.yaml:4: here.tab: cannot read files ending in ".tab"',
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            GOOD.replace("text: answers", "losses: {forward_lk: 1}"),
+            ["run.yaml:9: config key 'stages.distill.losses.forward_lk' is unknown. Did you mean"],
+        ),
+        (ALL_WRONG, EXPECTED),
+    ],
+    ids=["values", "what does not fit, and missing files"],
+)
+def test_all_mistakes_are_told_before_torch_is_imported(
+    tmp_path: Path, text: str, expected: list[str]
+) -> None:
     """Importing torch takes seconds."""
-    (tmp_path / "run.yaml").write_text(
-        GOOD.replace("text: answers", "losses: {forward_lk: 1}"), "utf-8"
-    )
+    (tmp_path / "run.yaml").write_text(text, "utf-8")
+    (tmp_path / "here.jsonl").write_text("{}", "utf-8")
+    (tmp_path / "here.tab").write_text("a", "utf-8")
     code = (
         "import sys\n"
         "from draftsmith.cli.main import app\n"
         "try:\n"
-        f"    app(['train', {str(tmp_path / 'run.yaml')!r}])\n"
+        "    app(['train', 'run.yaml'])\n"
         "except SystemExit as stop:\n"
         "    assert stop.code == 2\n"
         "import train.run.config, heads.options, distill.settings\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(CONFIGS.parent), "COLUMNS": "1000"},
     )
     assert done.stdout.strip() == "[]"
-    assert "run.yaml:9: config key 'stages.distill.losses.forward_lk' is unknown." in done.stderr
-    assert 'Did you mean "forward_kl"?' in done.stderr
+    lines = done.stderr.splitlines()
+    for line, words in zip(lines, expected, strict=True):
+        assert words in line, done.stderr
 
 
 def test_names_that_are_read_from_files_are_those_of_the_registries():
@@ -262,6 +317,9 @@ def test_names_that_are_read_from_files_are_those_of_the_registries():
         (LOSSES, "distill.losses"),
     ):
         assert registered_names(package) == (*registry,)
+    assert [name for name in LOSSES if need_teacher([name])] == [
+        name for name in LOSSES if LOSSES[name].needs_teacher
+    ]
     assert (*UNTRAINED,) == (*(name for name in DRAFTERS if not DRAFTERS[name].trained),)
     assert [*kinds_of(HeadOptions, "type")] == [*HEADS]
     assert [*kinds_of(StageConfig, "kind")] == [*STAGES]

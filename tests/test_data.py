@@ -166,7 +166,7 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
     cases = {
         "trian.jsonl": r'no such file .*Did you mean "train\.jsonl"',
         "./nowhere": "no such file or directory",
-        "rows.parquet": "no such file or directory",
+        "rows.parquet": "no such file ",
         "notes.tab": r'ending in "\.tab" \(this one begins with "q\\ta"\); expected \.jsonl',
         "sheet.xlsx": r'ending in "\.xlsx" \(this one begins with bytes that are no text\)',
         "broken.json": r"broken JSON .*expected an array of objects, or one object per line",

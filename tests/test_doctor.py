@@ -16,7 +16,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache_names import given_cache
 from decode.model.forward import lean_parts, prepare_model
 from decode.model.forward.prepare_model import reason_against_packing
-from decode.model.loading import EMBEDDED, EmbeddedModel
+from decode.model.model_names import EMBEDDED, EmbeddedModel
 from draftsmith.cli import examination
 from draftsmith.cli.doctor import number
 from draftsmith.cli.main import app

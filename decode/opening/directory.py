@@ -31,13 +31,8 @@ from decode.loop.parts import require_no_encoder
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.weight_bytes import use_bytes
 from decode.model.identity import require_same_vocabulary
-from decode.model.loading import (
-    DTYPES,
-    EMBEDDED_PREFIX,
-    HUB_ID,
-    Target,
-    load_model_and_tokenizer,
-)
+from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
+from decode.model.model_names import EMBEDDED_PREFIX, HUB_ID
 from decode.model.same_target import describe_target, require_same_target
 from decode.opening import adapters
 from decode.opening.combinations import COMBINATIONS, Combination

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import configs
 from decode.base.errors import UserError, nearest
-from decode.model.loading import EMBEDDED, EMBEDDED_PREFIX
+from decode.model.model_names import EMBEDDED, EMBEDDED_PREFIX
 
 SHIPPED = Path(configs.__file__).parent / "drafters"
 

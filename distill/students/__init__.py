@@ -27,6 +27,7 @@ from decode.opening.directory import save_drafter
 from distill.choose_vocabulary import most_frequent
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
+from distill.settings import refuse
 from distill.students.student_start import start_model
 from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import CachedTeacher
@@ -194,19 +195,6 @@ def make_student(settings: Any, target: Target, earlier: Mapping[str, Path]) -> 
     """The student of a stage. Raises UserError as `Student` and `student_kind`."""
     kind = student_kind(settings, encoder=target.has_encoder)
     return kind(settings, target, earlier)
-
-
-def refuse(settings: Any, **reasons: str) -> None:
-    """Raise UserError if any of these settings of a stage is set. reasons: {setting: reason}; a
-    setting of a part is `part.setting`."""
-    for key, reason in reasons.items():
-        part, *names = settings, *key.split(".")
-        for name in names[:-1]:
-            part = getattr(part, name)
-        if getattr(part, names[-1]) != type(part).model_fields[names[-1]].default:
-            raise UserError(
-                f"stage {settings.name}: {key} cannot be set here: {reason}; leave it out"
-            )
 
 
 import_all(__name__)

@@ -113,19 +113,11 @@ class SharedVocabulary:
         return [int(self.counts[torch.tensor(text)].sum()) + prefixed for text in texts]
 
 
-OTHER_TOKENIZER = "the drafter has another tokenizer than the target"
-
-
 @STUDENTS.register("shared_vocabulary")
 class SharedVocabularyStudent(Student):
     """Drafts the tokens that its tokenizer shares with the target's."""
 
     drafter_kind = "shared_vocabulary"
-    refused = {
-        "on_policy": f"{OTHER_TOKENIZER}, and learns from the target's tokens only",
-        "parallel": f"{OTHER_TOKENIZER}, and its drafts in one pass are not trained",
-        "draft_vocabulary": f"{OTHER_TOKENIZER}, and the tokens of both are its draft vocabulary",
-    }
     vocabulary_in_words = "shared vocabulary"
     has_flops = False
 

@@ -30,15 +30,14 @@ from torch import Tensor
 from decode.base.artifact import (
     MANIFEST,
     link_directory,
-    numbers_of,
     verify_directory,
     write_directory,
     write_file,
 )
 from decode.base.errors import UserError
+from distill.teacher.cache_directory import PART, part_directories, parts_of
 from distill.teacher.read_ahead import ReadAhead
 
-PART = "part"
 FILE = "cache.safetensors"
 ROWS = "samples.json"
 CHECKED = "checked.json"
@@ -124,23 +123,10 @@ def take_parts(directory: Path, others: Sequence[Path], texts: Iterable[Text]) -
             link_directory(other, directory / f"{PART}-{next(numbers)}")
 
 
-def parts_of(directory: Path) -> list[Path]:
-    """The parts in a directory, in order."""
-    return [directory / f"{PART}-{number}" for number in numbers_of(directory, PART)]
-
-
 def free_numbers(parts: Sequence[Path]) -> Iterator[int]:
     """The numbers that none of these parts has, in ascending order."""
     taken = {part.name for part in parts}
     return (number for number in count() if f"{PART}-{number}" not in taken)
-
-
-def part_directories(directory: Path, what: str) -> list[Path]:
-    """The parts of a cache in order. Raises UserError if there is none. what: names the cache."""
-    parts = parts_of(directory)
-    if not parts:
-        raise UserError(f"{directory} holds no {what}; expected directories {PART}-N")
-    return parts
 
 
 def check_parts(parts: Sequence[Path], *, again: bool = False) -> int:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.model.same_target import describe_target, require_same_target
-from distill.teacher.cache_parts import CachedOutputs, part_directories, write_part
+from distill.teacher.cache_parts import CachedOutputs, write_part
 from distill.teacher.feature_sources import join_rows
 
 CACHE_NAME = "feature cache"
@@ -47,12 +46,6 @@ def describe_source(target: Target) -> dict[str, Any]:
 
 def _tensor_name(layer: int) -> str:
     return f"layer{layer}"
-
-
-def holds_features(directory: Path) -> bool:
-    """Whether a cache holds hidden states. Raises UserError for a directory without a cache."""
-    first, *_ = part_directories(directory, "cache")
-    return "captured_layers" in verify_directory(first, deep=False)
 
 
 class CachedFeatures(CachedOutputs):

@@ -112,7 +112,7 @@ def default_drafter(target: "Target", run: Path) -> tuple[str, "Drafter", str]:
     """The drafter if none is named: prompt lookup, and in turn with it the drafter that comes with
     draftsmith for this target, else the newest trained one of a run. The first had far more text
     than a quickstart. Returns its name, the drafter, and why it was chosen."""
-    from decode.model.loading import EMBEDDED_PREFIX
+    from decode.model.model_names import EMBEDDED_PREFIX
     from decode.opening.directory import describe_drafter, open_drafter
     from decode.opening.shipped import SHIPPED, shipped_names
 

@@ -19,13 +19,8 @@ from decode.costs import OtherProcesses, busy
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
 from decode.model.cache.cached_model import CachedLM
-from decode.model.loading import (
-    EMBEDDED,
-    EMBEDDED_PREFIX,
-    load_model_and_tokenizer,
-    resolve_device,
-    resolve_dtype,
-)
+from decode.model.loading import load_model_and_tokenizer, resolve_device, resolve_dtype
+from decode.model.model_names import EMBEDDED, EMBEDDED_PREFIX
 from train.base.launcher import cores
 from train.base.platforms import support
 from train.base.provenance import describe_process, version_of

@@ -19,7 +19,7 @@ from draftsmith.cli.command import (
 )
 from draftsmith.forecast.planned_stages import read_with_kinds
 from train.base.console import quieten
-from train.run.config import parse_config
+from train.run.parsed_config import parse_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +64,7 @@ def forecast(
     """
     # Before anything heavy is imported.
     source, planned = read_with_kinds(config, overrides or [], kinds.split(",") if kinds else [])
-    parse_config(source)
+    parse_config(source, files=True)
     if surface is not None and (load or lengths):
         raise UserError("--surface has the loads and lengths of its file; leave out the others")
     loads, sizes = _positive(load or LOADS, "--load"), _positive(lengths or LENGTHS, "--lengths")

@@ -9,7 +9,7 @@ import typer
 from decode.base.errors import UserError
 from draftsmith.cli.command import require_packages, says_stops, table, write_json
 from train.base.config_file import read_config
-from train.run.config import parse_config
+from train.run.parsed_config import parse_config
 
 
 def train(
@@ -64,7 +64,7 @@ def train(
     training after a checkpoint, with exit status 143.
     """
     source = read_config(config, overrides or [])
-    parse_config(source)  # before anything heavy is imported
+    parse_config(source, files=True)  # before anything heavy is imported
     for option, value in (("--speed", speed), ("--processes", processes), ("--json", json_file)):
         if value is not None and not dry_run:
             raise UserError(f"{option} is for --dry-run; give both, or leave it out")

@@ -16,8 +16,8 @@ from decode.opening.directory import DRAFTER_FILE
 from draftsmith.export.formats import ExportJob, format_for, require_options
 from draftsmith.export.formats.readers import outdated
 from draftsmith.export.trained_drafter import TrainedDrafter
-from train.base.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.run.config import RunConfig
+from train.settings.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.settings.schema import StageConfig
 
 KINDS = ("heads", "distill", "online", "layer_skip")  # of stages that train a drafter

@@ -22,7 +22,8 @@ from decode.drafters.pard import small_lm_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.model.forward.low_rank_output import expand
 from decode.model.identity import token_count
-from decode.model.loading import DTYPES, EMBEDDED, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
+from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
+from decode.model.model_names import EMBEDDED, EMBEDDED_PREFIX
 from decode.opening.directory import DRAFTER_FILE, describe_drafter
 from heads.heads_directory import build_heads, make_ready, read_heads, stored_options
 from heads.heads_drafter import HeadsDrafter

@@ -12,7 +12,8 @@ from decode.base.errors import UserError, nearest
 from decode.base.strict import kinds_of
 from heads.options import HeadOptions
 from train.base.config_file import ConfigSource, read_config
-from train.run.config import RunConfig, TargetConfig, parse_config
+from train.run.config import RunConfig, TargetConfig
+from train.run.parsed_config import parse_config
 
 SMALL_LM = "small_lm"  # as its drafter is registered
 # Of the stage that is copied: what the other kinds learn from.

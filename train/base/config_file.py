@@ -3,6 +3,7 @@ expected. Nothing here imports torch, so a mistake is told within a second."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,26 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 Keys = tuple[str | int, ...]  # the path to a value: keys of mappings and indices of lists
 Schema = Mapping[str, Any]  # JSON schema, as pydantic writes it
 M = TypeVar("M", bound=BaseModel)
+
+
+class Faults:
+    """The errors of checks that do not depend on each other, so that all of them are told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    @contextmanager
+    def collected(self, place: str = "") -> Iterator[None]:
+        """A check: its UserError is told later. place: what stands before it."""
+        try:
+            yield
+        except UserError as error:
+            self.said.append(f"{place}{error}")
+
+    def tell(self) -> None:
+        """Raise UserError with all of them, a line each, if there are any."""
+        if self.said:
+            raise UserError("\n".join(dict.fromkeys(self.said)))
 
 
 @dataclass

@@ -163,8 +163,6 @@ class Stage(ABC, Generic[C]):
 
     # Whether the target may have an encoder.
     with_encoder: ClassVar[bool] = False
-    # Whether the target's layers may be on several devices, or offloaded (`target.device_map`).
-    takes_device_map: ClassVar[bool] = False
 
     def __init__(self, config: C, inputs: StageInputs) -> None:
         self.config = config
@@ -196,14 +194,9 @@ class Stage(ABC, Generic[C]):
 
     @classmethod
     def check(cls, config: C, earlier: Sequence[StageConfig]) -> None:
-        """Raise UserError for settings that do not fit together. No model is loaded yet."""
+        """Raise UserError for what only the code of parts knows of the settings, such as their
+        options, and the files of drafters. `config.checks` came before; no model is loaded yet."""
         return None
-
-    @classmethod
-    def needs_complete_target(cls, config: C) -> str | None:
-        """The part of the config that needs the complete target in one process, for messages. None:
-        the stage also works with a target that is sharded (`decode.model.sharded`)."""
-        return f"kind: {config.kind}"
 
     @abstractmethod
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:

@@ -44,6 +44,14 @@ class RowSource(ABC):
         """JSON values that are others when the rows may be others."""
 
 
+def no_such_file(name: str, path: Path) -> UserError:
+    """The error for a file that is missing, with the nearest name beside it."""
+    beside = [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else []
+    return UserError(
+        f"{name}: no such file (looked at {path.absolute()}).{nearest(path.name, beside)}"
+    )
+
+
 class FileSource(RowSource):
     def __init__(self, name: str, label: str, path: Path) -> None:
         super().__init__(name, label)
@@ -54,12 +62,7 @@ class FileSource(RowSource):
             with opened(self.path, self.name) as file:
                 yield from self._scan(file)
         except FileNotFoundError:
-            folder = self.path.parent
-            beside = [p.name for p in folder.glob("*")] if folder.is_dir() else []
-            raise UserError(
-                f"{self.name}: no such file (looked at {self.path.absolute()})."
-                f"{nearest(self.path.name, beside)}"
-            ) from None
+            raise no_such_file(self.name, self.path) from None
         except OSError as error:
             raise UserError(
                 f"{self.name}: cannot be read: {error.strerror} ({self.path})"

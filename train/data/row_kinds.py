@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from decode.base.errors import nearest
-from train.measure.thinking import MARKS
+from train.measure.thinking_marks import MARKS
 
 Message = dict[str, Any]
 

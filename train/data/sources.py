@@ -30,6 +30,7 @@ from train.data.file_sources import (
     RowSource,
     file_type,
     first_words,
+    no_such_file,
 )
 from train.data.row_kinds import EXPECTED
 from train.data.table_sources import (
@@ -79,13 +80,23 @@ def sources_of(names: list[str], base_dir: Path) -> Iterator[RowSource]:
     """The sources with these names, one for each file. Relative paths start at `base_dir`. Raises
     UserError for a source that is named twice, for a subset or split of a file that has none, and
     for a type of files that is not read."""
+    places = require_sources(names, base_dir)
+    files = Counter(path.name for _, _, path in places)
+    for written, name, path in places:
+        # With the bare file name, ids stay the same when the data moves. Files with equal names
+        # need their paths as well.
+        label = path.name if path.exists() and files[path.name] == 1 else name.path
+        yield from _sources(written, name, label, path)
+
+
+def require_sources(names: list[str], base_dir: Path) -> list[tuple[str, SourceName, Path]]:
+    """Each source as it is written, its name, and the path that may be meant. Raises UserError as
+    `sources_of` and for a file that is missing, as far as paths tell. Nothing is opened."""
     places = []
+    seen: set[tuple[str, str | None, str | None]] = set()
     for written in names:
         name = SourceName.parse(written, base_dir)
-        places.append((written, name, base_dir / from_home(name.path)))
-    files = Counter(path.name for _, _, path in places)
-    seen: set[tuple[str, str | None, str | None]] = set()
-    for written, name, path in places:
+        path = base_dir / from_home(name.path)
         key = (os.path.realpath(path), name.subset, name.split)
         if key in seen:
             raise UserError(
@@ -93,13 +104,12 @@ def sources_of(names: list[str], base_dir: Path) -> Iterator[RowSource]:
                 "often, raise loop.epochs"
             )
         seen.add(key)
-        # With the bare file name, ids stay the same when the data moves. Files with equal names
-        # need their paths as well.
-        label = path.name if path.exists() and files[path.name] == 1 else name.path
-        yield from _sources(written, name, label, path)
+        _require_source(written, name, path)
+        places.append((written, name, path))
+    return places
 
 
-def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[RowSource]:
+def _require_source(written: str, name: SourceName, path: Path) -> None:
     kind = file_type(path.name)
     if path.is_dir() or kind not in TYPES:
         if path.is_file():
@@ -113,8 +123,9 @@ def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator
             raise UserError(
                 f"{name.path}: no such file or directory (looked at {path.absolute()})."
             )
-        yield from _data_set(name, label, path)
         return
+    if not path.exists():
+        raise no_such_file(name.path, path)
     what, part = ("split", name.split) if name.subset is None else ("subset", name.subset)
     # A table may be cut, as a data set's split "train".
     if name.subset is not None or (name.split is not None and kind in OWN_TYPES):
@@ -122,6 +133,13 @@ def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator
             f'{written}: names the {what} "{part}", but a {kind} file has no {what}s. Leave '
             f"{written.removeprefix(name.path)} out, or name the file of that {what}."
         )
+
+
+def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[RowSource]:
+    kind = file_type(path.name)
+    if path.is_dir() or kind not in TYPES:
+        yield from _data_set(name, label, path)
+        return
     source = _file(name.path, label, path, kind, {})
     if name.split is None:
         yield source

@@ -21,7 +21,8 @@ from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.base.paths import from_home
 from decode.draw.sampling_config import SamplingConfig
-from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
+from decode.model.loading import Target, target_gguf
+from decode.model.model_names import EMBEDDED_PREFIX
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
 from train.base.platforms import require_posix

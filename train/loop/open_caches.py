@@ -9,8 +9,9 @@ from accelerate import Accelerator
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
-from distill.teacher.cache_parts import check_parts, note_checked, part_directories
-from distill.teacher.cached_features import CachedFeatures, holds_features
+from distill.teacher.cache_directory import holds_features, part_directories
+from distill.teacher.cache_parts import check_parts, note_checked
+from distill.teacher.cached_features import CachedFeatures
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import texts

@@ -11,13 +11,7 @@ import numpy as np
 
 from decode.stats import Counts, Tally
 from decode.verification import Verification
-
-# The tokens that begin and end the thinking part, in the vocabularies of published models.
-MARKS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-)
+from train.measure.thinking_marks import MARKS
 
 
 def thinking_tokens(tokenizer: Any) -> tuple[int, int] | None:

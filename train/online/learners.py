@@ -21,17 +21,7 @@ from distill.students.student_start import choose_trained
 from heads.heads_directory import read_heads
 from heads.kinds import HEADS
 from heads.online_heads import HeadStudent
-
-# Why a drafter with another tokenizer does not learn while it serves.
-OTHER_TOKENIZER = (
-    "has another tokenizer than the target, and rejected tokens are stored in the target's tokens; "
-    "use a drafter with the target's tokenizer"
-)
-# Why a parallel drafter does not learn while it serves.
-PARALLEL = (
-    "drafts all tokens in one pass, and learning from rejected tokens would train it to draft one "
-    "token after the other; train a drafter without `parallel`"
-)
+from train.settings.online_config import PARALLEL
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""Run configs: one YAML file. Nothing here imports torch, so a mistake is told within a second;
-`train.run.config_checks` then finds the settings that do not fit together."""
+"""Run configs: one YAML file. Nothing here imports torch; `train.run.parsed_config` reads one."""
 
 import json
 from pathlib import Path
@@ -12,7 +11,7 @@ from decode.base.paths import from_home
 from decode.base.registry import registered_names
 from decode.base.strict import Strict, kinds_of
 from decode.draw.sampling_config import SamplingConfig
-from train.base.config_file import REMOVED, ConfigSource
+from train.base.config_file import REMOVED
 from train.base.tracking.trackers import Tracker, TrackingConfig
 from train.settings.schema import NameIn, Seed, StageConfig, json_schema, one_of, part_in
 
@@ -235,12 +234,6 @@ def schema_text() -> str:
     """The JSON schema of configs, for editors. The build of the package writes it into
     `train/schema.json`."""
     return json.dumps(json_schema(RunConfig), indent=1, ensure_ascii=False) + "\n"
-
-
-def parse_config(source: ConfigSource) -> RunConfig:
-    """The config with these values, each of which is right by itself. Raises UserError with all
-    that are not; the others are not compared (`train.run.config_checks.build_config`)."""
-    return source.parsed(RunConfig)
 
 
 def dump_config(config: RunConfig) -> dict[str, Any]:

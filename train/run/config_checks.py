@@ -1,27 +1,19 @@
-"""Which settings of a run fit together: what is refused before any model is loaded."""
+"""Whether the parts that a config names fit together, as their own code says: rules, policies,
+shapes, losses, heads. No model is loaded yet."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from decode.base.errors import UserError, nearest
+from decode.base.errors import UserError
 from decode.loop.parts import make_rule
-from decode.model.loading import require_sound_map
 from decode.settings import EvaluationProtocol
-from train.base.config_file import ConfigSource, read_config
-from train.base.drafter_stages import heads_stage
-from train.data.sources import SourceName
-from train.run.config import SPLITS, RunConfig, parse_config
+from train.base.config_file import ConfigSource, Faults, read_config
+from train.run.config import RunConfig
+from train.run.parsed_config import parse_config
+from train.settings.drafter_stages import heads_stage
 from train.settings.schema import StageConfig
 from train.stages import STAGES
-
-# Words that stand where a stage's name could, the kinds of these stages, and what they mean there.
-OTHER_MEANINGS = {
-    "data": (["generate"], "the data's own responses (text: data)"),
-    "live": (["teacher_cache", "feature_cache"], "the live target (teacher: live, features: live)"),
-    "before": (list(STAGES), "the drafters that the report measures before the stages"),
-    "evaluation": (list(STAGES), "the speed of evaluations (--speed)"),
-}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -39,87 +31,27 @@ def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
 
 
 def build_config(source: ConfigSource) -> RunConfig:
-    """The config with these values. Raises UserError for values that are wrong or do not fit
+    """The config with these values. Raises UserError with all values that are wrong or do not fit
     together, before any model is loaded."""
     config = parse_config(source)
-    names = [stage.name for stage in config.stages]
+    faults = Faults()
     for index, stage in enumerate(config.stages):
-        try:
-            kinds, meaning = OTHER_MEANINGS.get(stage.name, ([], ""))
-            if stage.kind in kinds:
-                raise UserError(
-                    f"a {stage.kind} stage has the name {stage.name!r}, which means {meaning}; "
-                    "give the stage another name"
-                )
-            if stage.name in names[:index]:
-                raise UserError(
-                    f"two stages have the name {stage.name!r}; give each stage a different name"
-                )
+        with faults.collected(source.place(("stages", index))):
             STAGES[stage.kind].check(stage, config.stages[:index])
-        except UserError as error:
-            raise UserError(f"{source.place(('stages', index))}{error}") from error
-    for name in config.evaluation.stages or []:
-        if name not in names:
-            raise UserError(
-                f"{source.place(('evaluation', 'stages'))}evaluation.stages names {name!r}, but no "
-                f"stage has that name; expected one of {', '.join(names)}.{nearest(name, names)}"
-            )
-    if config.target.sharded:
-        _check_sharded(config, source)
-    _check_device_map(config, source)
     try:
         protocol = config.evaluation.protocol()
     except UserError as error:
-        raise UserError(source.explain(("evaluation",), f"does not fit: {error}")) from error
-    try:
-        _check_evaluation(config, protocol)
-    except UserError as error:
-        raise UserError(f"{source.place(('evaluation',))}{error}") from error
-    splits = {split: _resolve(getattr(config.data, split), source.base_dir) for split in SPLITS}
-    return config.model_copy(update={"data": config.data.model_copy(update=splits)})
-
-
-def _check_device_map(config: RunConfig, source: ConfigSource) -> None:
-    """Raise UserError if the target is spread over devices and a stage needs it on one."""
-    target = config.target
-    try:
-        require_sound_map(target.device_map, target.max_memory, target.device, target.sharded)
-    except UserError as error:
-        raise UserError(f"{source.place(('target',))}{error}") from error
-    for index, stage in enumerate(config.stages):
-        if target.device_map is not None and not STAGES[stage.kind].takes_device_map:
-            raise UserError(
-                f"{source.place(('stages', index))}stage {stage.name} (kind: {stage.kind}) needs "
-                "the target on one device, but target.device_map is set; leave it out, shard the "
-                "target (target.sharded), or do this stage in a run of its own"
-            )
-
-
-def _check_sharded(config: RunConfig, source: ConfigSource) -> None:
-    """Raise UserError if the target is sharded and a part of the run needs all of it."""
-    for index, stage in enumerate(config.stages):
-        if part := STAGES[stage.kind].needs_complete_target(stage):
-            raise UserError(
-                f"{source.place(('stages', index))}stage {stage.name}: {part} needs the complete "
-                "target in one process, but target.sharded is set; leave it out, or do it in a "
-                "run whose target is not sharded"
-            )
-    if config.evaluation.stages != [] or config.evaluation.baselines:
-        raise UserError(
-            f"{source.place(('evaluation',))}evaluation decodes with the complete target in one "
-            "process, but target.sharded is set; set evaluation: {stages: [], baselines: []}, and "
-            "measure the drafter with `draftsmith evaluate` on a machine that holds the target"
-        )
+        faults.said.append(source.explain(("evaluation",), f"does not fit: {error}"))
+    else:
+        with faults.collected(source.place(("evaluation",))):
+            _check_evaluation(config, protocol)
+    faults.tell()
+    return config
 
 
 def _check_evaluation(config: RunConfig, protocol: EvaluationProtocol) -> None:
     """Raise UserError if a drafter could be trained but not evaluated."""
     settings, stages = config.evaluation, config.stages
-    if getattr(config.data, settings.split) is None and settings.split not in config.data.split_off:
-        raise UserError(
-            f"evaluation.split is {settings.split}, but data has no such split; set "
-            f"data.{settings.split}, or set evaluation.split: test"
-        )
     judged = [s for s in stages if settings.stages is None or s.name in settings.stages]
     for stage in judged:
         heads: Any = getattr(stage, "heads", None)
@@ -163,13 +95,3 @@ def _drafts_trees(stage: StageConfig, stages: Sequence[StageConfig]) -> bool:
     if stage.kind == "online" and settings.drafter.stage is not None:
         stage = heads_stage(settings.drafter.stage, stages[: list(stages).index(stage)]) or stage
     return any(getattr(stage, name, None) is not None for name in ("tree", "tree_nodes"))
-
-
-def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] | None:
-    if source is None:
-        return None
-    if isinstance(source, list):
-        return [str(_resolve(entry, base_dir)) for entry in source]
-    name = SourceName.parse(source, base_dir)
-    beside = base_dir / name.path
-    return name.of(str(beside)) if beside.exists() else source

@@ -1,9 +1,12 @@
 """The settings of `teacher_cache` and `feature_cache` stages."""
 
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from decode.base.errors import UserError
+from train.settings.schema import Check, StageConfig
 from train.settings.text_settings import CacheConfig
 
 
@@ -25,6 +28,22 @@ class TeacherCacheConfig(CacheConfig):
     chunk_tokens: int = Field(256, ge=1)
     """The number of tokens whose logits are in memory at a time."""
 
+    def checks(self, earlier: Sequence[StageConfig]) -> Iterator[Check]:
+        yield from super().checks(earlier)
+        yield self._check_vocabulary
+
+    def _check_vocabulary(self) -> None:
+        if self.draft_vocabulary is not None and self.k > self.draft_vocabulary:
+            raise UserError(
+                f"stage {self.name}: k is {self.k}, but draft_vocabulary is only "
+                f"{self.draft_vocabulary}; lower k, or raise draft_vocabulary"
+            )
+        if self.shared_with is not None and self.draft_vocabulary is not None:
+            raise UserError(
+                f"stage {self.name} sets shared_with and draft_vocabulary, but the shared tokens "
+                "are the draft vocabulary; leave draft_vocabulary out"
+            )
+
 
 class FeatureCacheConfig(CacheConfig):
     """The target's hidden states of a text, for any number of trainings."""
@@ -33,3 +52,16 @@ class FeatureCacheConfig(CacheConfig):
     captured_layers: list[int] = Field([-1], min_length=1)
     """The layers whose hidden states are captured, by number; −1 for the hidden states that the
     output layer reads."""
+
+    takes_device_map: ClassVar[bool] = True
+
+    def checks(self, earlier: Sequence[StageConfig]) -> Iterator[Check]:
+        yield from super().checks(earlier)
+        yield self._check_layers
+
+    def _check_layers(self) -> None:
+        if len(set(self.captured_layers)) < len(self.captured_layers):
+            raise UserError(
+                f"stage {self.name}: captured_layers is {self.captured_layers}, with a layer "
+                "twice; list each layer once"
+            )

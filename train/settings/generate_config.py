@@ -1,6 +1,6 @@
 """The settings of a `generate` stage."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,15 @@ class GenerateConfig(StageConfig):
     """The seed of the draws."""
     server: ServerConfig | None = None
     """A server that answers in place of our own loop. None: our own loop."""
+
+    takes_device_map: ClassVar[bool] = True
+
+    def needs_complete_target(self) -> str | None:
+        if self.server is None:
+            return "generate without a server"
+        if self.self_prompts:
+            return "self_prompts"
+        return "server.probe_prompts above 0" if self.server.probe_prompts else None
 
     @model_validator(mode="after")
     def _fits(self) -> "GenerateConfig":

@@ -1,16 +1,23 @@
 """The settings of a `heads` stage."""
 
-from typing import TYPE_CHECKING, Literal
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from decode.base.errors import UserError
 from decode.base.strict import kinds_of
-from distill.settings import DrafterLora
+from decode.model.model_names import EMBEDDED_PREFIX
+from distill.settings import DrafterLora, refuse
 from heads.options import HeadOptions
+from train.settings.drafter_stages import require_own_weights, require_whole
 from train.settings.optimizer_config import OptimizerConfig
-from train.settings.schema import Losses, one_of
+from train.settings.schema import Check, Losses, StageConfig, closest_stage, one_of
 from train.settings.server_config import ServedFeatures
-from train.settings.text_settings import LossConfig
+from train.settings.text_settings import LossConfig, complete_target_part
 from train.settings.training import BackboneConfig, DevConfig, LoopConfig, TreeConfig
 
 if TYPE_CHECKING:
@@ -63,3 +70,82 @@ class HeadsConfig(LossConfig):
     """The length of the training and the size of its batches."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
     """AdamW and its learning rate."""
+
+    def checks(self, earlier: Sequence[StageConfig]) -> Iterator[Check]:
+        yield from super().checks(earlier)
+        yield partial(self.loop.require_dev, self.name, self.dev, earlier)
+        if self.start is not None:
+            reason = f"the heads of {self.start} keep their draft vocabulary"
+            yield partial(refuse, self, draft_vocabulary=reason)
+            if not self.starts_from_directory(earlier):
+                yield partial(self._check_start, self.start, earlier)
+        if self.lora is not None:
+            yield self._check_lora
+        yield partial(require_own_weights, self)
+        if self.backbone is not None:
+            yield partial(self.backbone.check, self.name, earlier)
+            reason = "the target is trained, so its hidden states change with every step"
+            yield partial(refuse, self, tokens_per_pass=reason, features=reason)
+        if self.features != "live":
+            source = "a server"
+            if isinstance(self.features, str):
+                source = "a cache"
+                if not Path(self.features).is_dir():
+                    yield partial(closest_stage, self.features, earlier, "feature_cache")
+            yield partial(refuse, self, tokens_per_pass=f"{source} replaces the live target")
+
+    def needs_complete_target(self) -> str | None:
+        used = {
+            "backbone": self.backbone is not None,
+            "tree": self.tree is not None,
+            # Its embeddings learn through all layers of the target.
+            "heads.type: pass": self.heads.type == "pass",
+            "features.server.probe_samples above 0": isinstance(self.features, ServedFeatures)
+            and self.features.server.probe_samples > 0,
+        }
+        return complete_target_part(self, used)
+
+    def starts_from_directory(self, earlier: Sequence[StageConfig]) -> bool:
+        """Whether `start` names a drafter directory, and no stage."""
+        if self.start is None or self.start in {stage.name for stage in earlier}:
+            return False
+        return self.start.startswith(EMBEDDED_PREFIX) or Path(self.start).is_dir()
+
+    def require_same_heads(self, heads: HeadOptions) -> None:
+        """Raise UserError unless the heads of `start`, with these options, are those to train."""
+        if heads != self.heads:
+            settings = {"type": heads.type} | heads.model_dump(exclude_defaults=True)
+            raise UserError(
+                f"stage {self.name} continues to train the heads of {self.start}. Their settings "
+                f"are {heads}, but this stage has {self.heads}; set the same type and options, "
+                f"heads: {json.dumps(settings)}"
+            )
+
+    def _check_start(self, start: str, earlier: Sequence[StageConfig]) -> None:
+        if len(Path(start).parts) > 1:  # stages have no such names
+            raise UserError(
+                f"stage {self.name}: start is {start}, which is not a directory; expected the "
+                "directory of a drafter (draftsmith import writes one), the name of an earlier "
+                "heads stage, or null for new heads"
+            )
+        first: Any = closest_stage(start, earlier, "heads")
+        require_whole(self.name, start, earlier)
+        if first.backbone is not None:
+            raise UserError(
+                f"stage {self.name} starts from the heads of {start}, but {start} also trained the "
+                "target, and its heads belong to that new target; name a stage that does not train "
+                "the target, or start a run with the new target"
+            )
+        self.require_same_heads(first.heads)
+
+    def _check_lora(self) -> None:
+        if self.start is None:
+            raise UserError(
+                f"stage {self.name}: lora trains adapters on heads that exist; set start to an "
+                "earlier heads stage or to the directory of a drafter"
+            )
+        if self.backbone is not None:
+            raise UserError(
+                f"stage {self.name}: lora cannot be set with backbone: the heads then belong to a "
+                "new target, and not to the one of their base; leave one of them out"
+            )

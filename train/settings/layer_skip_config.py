@@ -1,11 +1,14 @@
 """The settings of a `layer_skip` stage."""
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
+from distill.settings import refuse
 from train.settings.optimizer_config import OptimizerConfig
-from train.settings.schema import Losses
+from train.settings.schema import Check, Losses, StageConfig
 from train.settings.text_settings import LossConfig
 from train.settings.training import AdapterConfig, LoopConfig, TrainedTargetConfig
 
@@ -35,3 +38,10 @@ class LayerSkipConfig(TrainedTargetConfig, LossConfig):
     """The length of the training and the size of its batches."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-5)
     """AdamW and its learning rate."""
+
+    def checks(self, earlier: Sequence[StageConfig]) -> Iterator[Check]:
+        yield from super().checks(earlier)
+        yield partial(self.require_sound, self.name, earlier, "")
+        yield partial(self.loop.require_dev, self.name, None, earlier)
+        reason = "the original target runs over each batch of the training"
+        yield partial(refuse, self, tokens_per_pass=reason)

@@ -1,15 +1,35 @@
 """The settings of an `online` stage, and of learning beside a service."""
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from decode.base.errors import UserError
 from decode.base.registry import registered_names
 from decode.base.strict import Strict
 from decode.draw.sampling_config import SamplingConfig
 from distill.settings import StudentConfig
+from train.settings.drafter_stages import (
+    drafts_in_parallel,
+    has_other_tokenizer,
+    heads_stage,
+    require_whole,
+)
 from train.settings.optimizer_config import OptimizerConfig
-from train.settings.schema import Losses, NameIn, StageConfig
+from train.settings.schema import Check, Losses, NameIn, StageConfig
+
+# Why a drafter with another tokenizer does not learn while it serves.
+OTHER_TOKENIZER = (
+    "has another tokenizer than the target, and rejected tokens are stored in the target's tokens; "
+    "use a drafter with the target's tokenizer"
+)
+# Why a parallel drafter does not learn while it serves.
+PARALLEL = (
+    "drafts all tokens in one pass, and learning from rejected tokens would train it to draft one "
+    "token after the other; train a drafter without `parallel`"
+)
 
 
 class OnlineConfig(Strict):
@@ -107,3 +127,25 @@ class OnlineStageConfig(StageConfig):
         if self.learning is None and (self.background or self.device):
             raise ValueError("background and device need learning, but learning is null")
         return self
+
+    def checks(self, earlier: Sequence[StageConfig]) -> Iterator[Check]:
+        if self.drafter.vocabulary is not None or self.drafter.stage is not None:
+            yield partial(self._check_drafter, earlier)
+
+    def _check_drafter(self, earlier: Sequence[StageConfig]) -> None:
+        start = self.drafter.stage
+        if self.drafter.vocabulary is not None:
+            raise UserError(f"stage {self.name}: the drafter {OTHER_TOKENIZER}")
+        if start is None:
+            return
+        require_whole(self.name, start, earlier)
+        if heads_stage(start, earlier) is None:
+            if drafts_in_parallel(start, earlier):
+                raise UserError(f"stage {self.name}: the drafter of {start} {PARALLEL}")
+            if has_other_tokenizer(start, earlier):
+                raise UserError(f"stage {self.name}: the drafter of {start} {OTHER_TOKENIZER}")
+        elif self.train_embeddings:
+            raise UserError(
+                f"stage {self.name}: heads are always trained completely, so train_embeddings "
+                "would do nothing; leave it out"
+            )

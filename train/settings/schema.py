@@ -1,10 +1,10 @@
 """The base classes of a config, and the types that several of its parts share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, WithJsonSchema
 from pydantic.json_schema import GenerateJsonSchema
@@ -88,6 +88,7 @@ def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
 
 
 _LOSSES = registered_names("distill.losses")
+_READ_TEACHER = registered_names("distill.losses", without="needs_teacher: ClassVar[bool] = False")
 _WEIGHT = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "object"}]}
 if TYPE_CHECKING:
     Losses = dict[str, Any]
@@ -106,6 +107,12 @@ else:
     ]
 
 
+def need_teacher(losses: Iterable[str]) -> bool:
+    """Whether one of the losses with these names reads the target's distribution."""
+    return any(name in _READ_TEACHER for name in losses)
+
+
+Check = Callable[[], object]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what all generators of random numbers take
 
 
@@ -118,6 +125,19 @@ class StageConfig(Strict):
     """The unique name of the stage. Later stages refer to the stage by this name."""
     kind: str
     """The kind of the stage, from the registry of stages."""
+
+    # Whether the target's layers may be on several devices, or offloaded (`target.device_map`).
+    takes_device_map: ClassVar[bool] = False
+
+    def checks(self, earlier: Sequence["StageConfig"]) -> Iterator[Check]:
+        """Each raises UserError for settings that do not fit together, or for an earlier stage that
+        does not fit. None of them depends on another one."""
+        return iter(())
+
+    def needs_complete_target(self) -> str | None:
+        """The part of the config that needs the complete target in one process, for messages. None:
+        the stage also works with a target that is sharded (`decode.model.sharded`)."""
+        return f"kind: {self.kind}"
 
 
 def closest_stage(name: str, stages: Sequence[StageConfig], *kinds: str) -> StageConfig:

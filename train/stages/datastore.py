@@ -1,7 +1,7 @@
 """`datastore`: a text as tokens with a suffix array, from which the drafter `rest` drafts."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.stored_samples import StoredSamples
 from train.measure.ranks import Ranks
 from train.settings.datastore_config import DatastoreConfig
-from train.settings.schema import StageConfig
 from train.stages.text_stages import TextStage
 
 # Bytes of a finished datastore per token: at most four for the token and its position each, up to
@@ -40,17 +39,6 @@ class _Documents:
 @STAGES.register("datastore")
 class DatastoreStage(TextStage[DatastoreConfig]):
     """Writes `drafter`, a directory of the drafter `rest`, complete or not at all."""
-
-    takes_device_map = True
-
-    @classmethod
-    def check(cls, config: DatastoreConfig, earlier: Sequence[StageConfig]) -> None:
-        _options(config)  # refuses options out of range
-        super().check(config, earlier)
-
-    @classmethod
-    def needs_complete_target(cls, config: DatastoreConfig) -> str | None:
-        return None
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         stored = self.planned_text_tokens(plans)

@@ -46,10 +46,8 @@ from train.loop.teachers import (
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
 from train.settings.distill_config import DistillConfig
-from train.settings.schema import StageConfig
 from train.settings.training import DevConfig
-from train.stages.distill_checks import check_settings
-from train.stages.text_stages import TrainingStage, complete_target_part
+from train.stages.text_stages import TrainingStage
 from train.stages.training_memory import distill_memory
 
 
@@ -59,22 +57,13 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     with_encoder = True
 
-    @classmethod
-    def check(cls, config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
-        super().check(config, earlier)
-        check_settings(config, earlier)
-
-    @classmethod
-    def needs_complete_target(cls, config: DistillConfig) -> str | None:
-        return complete_target_part(config, {})
-
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
         kind = student_kind(config, encoder=self.target.has_encoder)
         if config.dev is not None:
             require_dev_text(config.dev, self.corpus, stage=config.name)
         if config.draft_vocabulary is not None or (
-            config.weighted_loss.needs_teacher and config.teacher == "live"
+            config.needs_teacher and config.teacher == "live"
         ):
             kind.check_teacher(self.target)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
@@ -85,7 +74,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
         amount += self.idle_in_words(config.loop)
         ema = config.optimizer.ema is not None
-        needs_teacher = config.weighted_loss.needs_teacher
+        needs_teacher = config.needs_teacher
         runs_target = needs_teacher and config.teacher == "live"
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]

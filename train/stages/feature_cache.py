@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from decode.base.artifact import verify_directory
-from decode.base.errors import UserError
 from decode.model.hidden_states import Recorder
 from decode.model.pretrained import require_present
-from distill.teacher.cache_parts import check_parts, parts_of
+from distill.teacher.cache_directory import parts_of
+from distill.teacher.cache_parts import check_parts
 from distill.teacher.cached_features import (
     CachedFeatures,
     bytes_per_token,
@@ -27,7 +27,6 @@ from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
 from train.measure.ranks import Ranks
 from train.settings.cache_configs import FeatureCacheConfig
-from train.settings.schema import StageConfig
 from train.stages.text_stages import CacheStage
 
 STATES = "states"  # in a generate stage's directory: those that it kept
@@ -36,17 +35,6 @@ STATES = "states"  # in a generate stage's directory: those that it kept
 @STAGES.register("feature_cache")
 class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.cached_features`)."""
-
-    takes_device_map = True
-
-    @classmethod
-    def check(cls, config: FeatureCacheConfig, earlier: Sequence[StageConfig]) -> None:
-        super().check(config, earlier)
-        if len(set(config.captured_layers)) < len(config.captured_layers):
-            raise UserError(
-                f"stage {config.name}: captured_layers is {config.captured_layers}, with a layer "
-                "twice; list each layer once"
-            )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         layers = self.config.captured_layers

@@ -27,7 +27,8 @@ from decode.model.generation_config import (
     stated_config,
 )
 from decode.model.loading import Target
-from distill.teacher.cache_parts import check_parts, note_checked, parts_of, text_sha256
+from distill.teacher.cache_directory import parts_of
+from distill.teacher.cache_parts import check_parts, note_checked, text_sha256
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.console import Bar
@@ -58,16 +59,7 @@ class GenerateStage(Stage[GenerateConfig]):
     at most one part of each rank. Beside them are, in parts of the same numbers, the hidden states
     that later stages ask for (`distill.teacher.cached_features`)."""
 
-    takes_device_map = True
     with_encoder = True
-
-    @classmethod
-    def needs_complete_target(cls, config: GenerateConfig) -> str | None:
-        if config.server is None:
-            return "generate without a server"
-        if config.self_prompts:
-            return "self_prompts"
-        return "server.probe_prompts above 0" if config.server.probe_prompts else None
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config

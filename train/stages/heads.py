@@ -45,7 +45,7 @@ from train.loop.estimates import (
     time_limit,
     training_disk_bytes,
 )
-from train.loop.head_start import start_directory
+from train.loop.head_start import check_directory, start_directory
 from train.loop.head_tree import calibrated_tree, require_tree
 from train.loop.meters.stage_flops import heads_flops
 from train.loop.trained_backbone import TrainedBackbone
@@ -56,14 +56,28 @@ from train.measure.calibrate_tree import TreeCalibration
 from train.measure.ranks import Ranks
 from train.settings.heads_config import HeadsConfig
 from train.settings.schema import StageConfig
-from train.settings.server_config import ServedFeatures
 from train.settings.training import PREFIX
-from train.stages.heads_checks import check_settings, require_decoder_only_parts
 from train.stages.heads_features import open_source, planned_source
-from train.stages.text_stages import TrainingStage, complete_target_part
+from train.stages.text_stages import TrainingStage
 from train.stages.training_memory import heads_memory
 
 BIGRAM_TOKENS = 10_000_000  # of the text, that a bigram table counts
+
+
+def require_decoder_only_parts(config: HeadsConfig) -> None:
+    """Raise UserError for settings that do not work if the target has an encoder."""
+    used = {
+        "backbone": config.backbone is not None,
+        "dev": config.dev is not None,
+        "another source of features than the live target": config.features != "live",
+        "a loss that reads the teacher": config.needs_teacher,
+    }
+    for name, is_used in used.items():
+        if is_used:
+            raise UserError(
+                f"stage {config.name}: {name} needs a decoder-only target, and this target has an "
+                "encoder; leave it out"
+            )
 
 
 @STAGES.register("heads")
@@ -75,19 +89,10 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     @classmethod
     def check(cls, config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
         super().check(config, earlier)
-        check_settings(config, earlier)
-
-    @classmethod
-    def needs_complete_target(cls, config: HeadsConfig) -> str | None:
-        used = {
-            "backbone": config.backbone is not None,
-            "tree": config.tree is not None,
-            # Its embeddings learn through all layers of the target.
-            "heads.type: pass": config.heads.type == "pass",
-            "features.server.probe_samples above 0": isinstance(config.features, ServedFeatures)
-            and config.features.server.probe_samples > 0,
-        }
-        return complete_target_part(config, used)
+        if config.start is not None and config.starts_from_directory(earlier):
+            check_directory(config, config.start)
+        if config.backbone is not None:
+            _ = config.backbone.weighted_loss  # refuses options of losses
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
@@ -286,7 +291,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             heads,
             self.target.model,
             runs_target=runs_target,
-            reads_logits=config.weighted_loss.needs_teacher,
+            reads_logits=config.needs_teacher,
         )
 
     def _dev_slice(

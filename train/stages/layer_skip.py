@@ -14,7 +14,6 @@ from decode.model.kinds.layer_kinds import require_no_states
 from decode.opening.directory import save_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.row_numbers import row_numbers
-from distill.students import refuse
 from distill.teacher.linear_logits import require_linear_logits
 from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
 from train.data.batches import Inputs
@@ -34,7 +33,6 @@ from train.loop.trained_target import TrainedTarget, held_out_samples, trained_p
 from train.loop.trainer import TrainingClock
 from train.loop.training_task import TrainingTask
 from train.settings.layer_skip_config import LayerSkipConfig
-from train.settings.schema import StageConfig
 from train.stages.text_stages import TrainingStage
 
 
@@ -42,14 +40,6 @@ from train.stages.text_stages import TrainingStage
 class LayerSkipStage(TrainingStage[LayerSkipConfig]):
     """Trains a copy of the target, and writes the new target to `target/` and its drafter, `skip`
     with the later layers, to `drafter/`."""
-
-    @classmethod
-    def check(cls, config: LayerSkipConfig, earlier: Sequence[StageConfig]) -> None:
-        super().check(config, earlier)
-        config.require_sound(config.name, earlier, "")
-        config.loop.require_dev(config.name, None, earlier)
-        reason = "the original target runs over each batch of the training"
-        refuse(config, tokens_per_pass=reason)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, model = self.config, self.target.model

@@ -21,12 +21,6 @@ from distill.students.student_start import choose_trained, start_model, start_pr
 from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
-from train.base.drafter_stages import (
-    drafts_in_parallel,
-    has_other_tokenizer,
-    heads_stage,
-    require_whole,
-)
 from train.base.stage import (
     STAGES,
     ReportSection,
@@ -46,11 +40,14 @@ from train.loop.estimates import (
     training_disk_bytes,
 )
 from train.measure.ranks import Ranks
-from train.online.learners import OTHER_TOKENIZER, PARALLEL, Learning
+from train.online.learners import Learning
 from train.online.learning import Online
 from train.online.serving import Serving
 from train.online.stream_progress import History, StreamProgress, Versions
 from train.report.plots.line_plots import stream_plot
+from train.settings.drafter_stages import (
+    heads_stage,
+)
 from train.settings.online_config import OnlineConfig, OnlineStageConfig
 from train.settings.schema import StageConfig
 
@@ -70,30 +67,14 @@ class OnlineStage(Stage[OnlineStageConfig]):
 
     @classmethod
     def check(cls, config: OnlineStageConfig, earlier: Sequence[StageConfig]) -> None:
-        WeightedLoss(config.losses)
+        WeightedLoss(config.losses)  # refuses options of losses
         rule = RULES[config.rule]
-        if config.drafter.vocabulary is not None:
-            raise UserError(f"stage {config.name}: the drafter {OTHER_TOKENIZER}")
         if config.drafter.stage is None:
             return
-        require_whole(config.name, config.drafter.stage, earlier)
         heads: Any = heads_stage(config.drafter.stage, earlier)
         if heads is None:
-            if drafts_in_parallel(config.drafter.stage, earlier):
-                raise UserError(
-                    f"stage {config.name}: the drafter of {config.drafter.stage} {PARALLEL}"
-                )
-            if has_other_tokenizer(config.drafter.stage, earlier):
-                raise UserError(
-                    f"stage {config.name}: the drafter of {config.drafter.stage} {OTHER_TOKENIZER}"
-                )
             return
         require_learns(heads.heads.type)
-        if config.train_embeddings:
-            raise UserError(
-                f"stage {config.name}: heads are always trained completely, so train_embeddings "
-                "would do nothing; leave it out"
-            )
         if heads.tree is not None and config.sampling.temperature and not rule.trees:
             raise UserError(
                 f"stage {config.name}: the heads of {heads.name} draft in a tree, but the rule "

@@ -25,7 +25,6 @@ from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
 from train.settings.cache_configs import TeacherCacheConfig
-from train.settings.schema import StageConfig
 from train.stages.text_stages import CacheStage
 
 
@@ -33,20 +32,6 @@ from train.stages.text_stages import CacheStage
 class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.top_k_cache`), and the draft vocabulary, if there
     is one."""
-
-    @classmethod
-    def check(cls, config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:
-        super().check(config, earlier)
-        if config.draft_vocabulary is not None and config.k > config.draft_vocabulary:
-            raise UserError(
-                f"stage {config.name}: k is {config.k}, but draft_vocabulary is only "
-                f"{config.draft_vocabulary}; lower k, or raise draft_vocabulary"
-            )
-        if config.shared_with is not None and config.draft_vocabulary is not None:
-            raise UserError(
-                f"stage {config.name} sets shared_with and draft_vocabulary, but the shared tokens "
-                "are the draft vocabulary; leave draft_vocabulary out"
-            )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         k, vocab_size = self.config.k, self._vocabulary_size

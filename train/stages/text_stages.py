@@ -12,12 +12,12 @@ from torch import Tensor
 from decode.base.artifact import require_space, size, write_file
 from decode.base.errors import UserError
 from distill.choose_vocabulary import most_frequent
+from distill.teacher.cache_directory import parts_of
 from distill.teacher.cache_parts import (
     check_parts,
     free_numbers,
     lacking,
     note_checked,
-    parts_of,
     take_parts,
     text_sha256,
 )
@@ -39,7 +39,7 @@ from train.measure.ranks import Ranks
 from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
 from train.settings.optimizer_config import OptimizerConfig
-from train.settings.schema import StageConfig, closest_stage
+from train.settings.schema import StageConfig
 from train.settings.text_settings import CacheConfig, LossConfig, TextConfig
 from train.settings.training import LoopConfig
 
@@ -66,19 +66,6 @@ class TextStage(Stage[T]):
                 f"{longest} positions; samples have at most {longest} tokens"
             )
         super().__init__(config.model_copy(update={"max_length": longest}), inputs)
-
-    @classmethod
-    def check(cls, config: T, earlier: Sequence[StageConfig]) -> None:
-        """Raise UserError if a stage of the text is not an earlier generate stage, or if it
-        answered test prompts. A stage must not train on test prompts."""
-        for name in config.text_stages:
-            answers: Any = closest_stage(name, earlier, "generate")
-            if answers.split == "test":
-                raise UserError(
-                    f"stage {config.name} would train on the answers of {name} to the test split, "
-                    "but that split is for evaluation; name a stage that answers train or dev "
-                    "prompts"
-                )
 
     def planned_tokens(self, plans: Mapping[str, StagePlan]) -> int:
         """The number of response tokens of the text, before it exists. For a stage's answers this
@@ -225,17 +212,6 @@ class CacheStage(TextStage[K]):
         return scored, scored / (time.perf_counter() - begin) if scored else None, work
 
 
-def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:
-    """The first setting of a training that needs the complete target in one process, by its name.
-    used: the options of the kind of stage, and whether they are used. None: there is none."""
-    shared = {
-        # Ranks make different numbers of such passes, and shards need the same number.
-        "tokens_per_pass": config.tokens_per_pass is not None,
-        "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
-    }
-    return next((name for name, is_used in {**used, **shared}.items() if is_used), None)
-
-
 class TrainingStage(TextStage[L]):
     """A stage that trains on a text. Its summary has `training`, and `losses` by name."""
 
@@ -258,13 +234,7 @@ class TrainingStage(TextStage[L]):
 
     @classmethod
     def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:
-        loss = config.weighted_loss  # refuses losses that do not exist
-        if config.teacher_temperature != 1 and not loss.needs_teacher:
-            raise UserError(
-                f"stage {config.name}: no loss reads the teacher, so teacher_temperature would do "
-                "nothing; leave it out"
-            )
-        super().check(config, earlier)
+        _ = config.weighted_loss  # refuses options of losses
 
     def cache_directory(self, name: str) -> Path:
         """The directory of an earlier stage's cache. name: the stage's name, or its directory."""

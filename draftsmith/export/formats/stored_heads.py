@@ -16,7 +16,8 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.trained import ShapedDrafter
-from decode.model.loading import DTYPES, EMBEDDED_PREFIX, Target
+from decode.model.loading import DTYPES, Target
+from decode.model.model_names import EMBEDDED_PREFIX
 from decode.opening.directory import DRAFTER_FILE
 from decode.shapes import Chain
 from decode.shapes.static import TREE
