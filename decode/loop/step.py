@@ -75,6 +75,8 @@ def decided(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Decisi
     """
     if isinstance(rule, ExactMatch):
         return rule.decide(draft, scores, rng)
+    if rule.is_exact_for(scores.sampling):
+        return ExactMatch().decide(draft, scores, rng)
     exact = np.zeros(len(draft.sizes), dtype=bool)
     if rule.exact_when_greedy:
         exact |= scores.sampling.greedy_rows(len(exact))
