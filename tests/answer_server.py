@@ -21,7 +21,7 @@ from decode.model.loading import Target
 from tests.stages import make_stage, plan_stage, run_stage
 from tests.tiny import tiny_target
 from train.base.stage import StageInputs, StageResult
-from train.data.corpus import read_answers
+from train.data.answer_files import read_answers
 
 NEW = 12
 SETTINGS = {"max_new_tokens": NEW, "part_prompts": 4, "seed": 5}

@@ -538,8 +538,8 @@ def test_generated_ids_are_kept_as_they_are() -> None:
     response = [newline, newline, end]
     assert tokenizer(tokenizer.decode(response), add_special_tokens=False)["input_ids"] != response
     case = example("a", "an earlier answer", "b", "the reference, which is replaced")
-    sample = Corpus({}, tokenizer, "Be brief.", {}).answered(case, "answers", 0, response)
     prompt = prompt_tokens(case, tokenizer, system="Be brief.")
+    sample = Corpus({}, tokenizer, None, {}).answered("a", prompt, "answers", 0, response)
     assert sample.tokens == prompt + response
     assert sample.mask == [False] * len(prompt) + [True] * 3
     assert tokenizer.decode(prompt) == (

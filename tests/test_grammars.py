@@ -35,7 +35,7 @@ from tests.export import save_target
 from tests.other_tokenizers import byte_level, sentencepiece, words
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import finish, tiny_target, tiny_tokenizer
-from train.data.corpus import read_answers
+from train.data.answer_files import read_answers
 from train.data.read import Example
 from train.measure.structured import forced_tokens
 

@@ -22,9 +22,9 @@ from tests.state_server import Tensors, states_file
 from tests.training import Killed, before_call
 from tests.upstream import served
 from train.base.stage import StageInputs, StageResult
-from train.data.corpus import read_answers
+from train.data.answer_files import Answers, read_answers
 from train.engines import launch
-from train.engines.answers import answer_parts
+from train.engines.answers import server_answers
 from train.engines.programs import VLLMBuild
 from train.stages import generate
 
@@ -138,7 +138,7 @@ def test_a_kill_loses_no_state(ending: StageInputs, monkeypatch: pytest.MonkeyPa
         context = replace(ending, directory=ending.directory / name)
         if name == "killed":
             with monkeypatch.context() as patch:
-                before_call(patch, generate, "write_answers", 2)
+                before_call(patch, Answers, "add", 2)
                 with pytest.raises(Killed):
                     answer(context, cache)
         answer(context, cache)
@@ -182,6 +182,7 @@ def vllm(
     """A server in place of vLLM. It goes on after a text's end, and stores what it has read.
     Returns changes of what is stored, by the number of the answer."""
     engine, options = AnswerEngine(ending.target), dict[str, Any]()
+    prompts = ending.corpus.prompts(ending.corpus.examples["train"])
     faults: dict[int, Callable[[Tensors], Tensors | None]] = {}
 
     def store(reply: dict[str, Any], number: int) -> None:
@@ -201,7 +202,7 @@ def vllm(
         extra = options["kv_transfer_config"]["kv_connector_extra_config"]
         path = Path(extra["shared_storage_path"], f"cmpl-{body['request_id']}-0-a.safetensors")
         path.with_name(path.name + ".lock").touch()
-        row = int(body["request_id"].removeprefix("row"))
+        row = prompts.index(body["prompt"])
         if (changed := faults.get(row, lambda x: x)(tensors)) is not None:
             save_file(changed, path)
 
@@ -212,8 +213,8 @@ def vllm(
             yield [url]
 
     engine.change = store
-    monkeypatch.setattr(answer_parts, "launched", launched)
-    monkeypatch.setattr(answer_parts, "engine_in_words", lambda config: "starting")
+    monkeypatch.setattr(server_answers, "launched", launched)
+    monkeypatch.setattr(server_answers, "engine_in_words", lambda config: "starting")
     monkeypatch.setattr(generate, "require_server", lambda *_: None)
     monkeypatch.setattr(launch, "find_vllm", lambda _: None)  # one for GPUs, as in a plan elsewhere
     return faults
@@ -285,7 +286,7 @@ def test_which_servers_keep_states(
     monkeypatch.setattr(launch, "find_vllm", lambda _: None)
     # vLLM stores no state in a step in which a text comes near its limit.
     longest = max(map(len, ending.corpus.prompts(ending.corpus.examples["train"])))
-    room = ending.target.max_positions - longest - answer_parts.SPARE_TOKENS
+    room = ending.target.max_positions - longest - server_answers.SPARE_TOKENS
     for new, some in ((room, True), (room + 1, False)):
         context = replace(ending, directory=ending.directory / str(new))
         answer(context, cache_stage(), server=SERVER, max_new_tokens=new)

@@ -12,19 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+import train.data.answer_files
 import train.data.corpus
 import train.data.text_files
 import train.stages
 from benchmarks import data as benchmark
-from decode.base.artifact import CorruptArtifact
+from decode.base.artifact import CorruptArtifact, remove_directory, write_directory
 from decode.base.errors import UserError
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context
 from tests.test_data import example, sample_of, write
 from tests.tiny import tiny_target
+from tests.training import Killed, before_call
 from train.base.stage import StageInputs
+from train.data.answer_files import Answers, read_answers
 from train.data.batches import Batches, RankText, bucket_batches, permutation
 from train.data.chat_tokens import Sample
-from train.data.corpus import answers_of, read_answers, write_answers
 from train.data.read import Example, Examples, read_examples
 from train.data.splits import split_off
 from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
@@ -189,20 +191,29 @@ def test_answers_find_their_prompts_also_those_of_another_split(tmp_path: Path) 
     for sample, prompt in zip(samples, prompts, strict=True):
         assert sample.tokens[: len(prompt)] == prompt
     # Of an earlier version, it is not known which split was asked.
-    for part in (context.directory / "answers").glob("part-*"):
-        write_answers(tmp_path / "old" / part.name, answers_of(part))
-    context.corpus.stages["answers"] = tmp_path / "old"
+    in_old_form(context.directory / "answers", size=3)
     with pytest.raises(
         UserError, match=r"part-0 answers the prompt 'dev-0', which is in 3 of train"
     ):
         context.corpus.samples("answers")
 
 
-def test_finished_answers_survive_a_mended_file_and_other_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part is known by its prompts and settings, not by its number."""
-    context = stage_context(tmp_path, tiny_target())
+def in_old_form(directory: Path, size: int, meta: Any = None) -> None:
+    """Write a stage's answers as earlier versions did: in parts of `size`."""
+    answers = list(read_answers(directory))
+    remove_directory(directory / "part-0")
+    for first in range(0, len(answers), size):
+        lines = "".join(json.dumps(x) + "\n" for x in answers[first : first + size])
+        write_directory(
+            directory / f"part-{first // size}",
+            lambda path, lines=lines: (path / "answers.jsonl").write_text(lines, "utf-8"),
+            meta=meta,
+        )
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many prompts were answered at a time."""
     decoded: list[int] = []
     answer = GenerateStage._answer
 
@@ -211,43 +222,108 @@ def test_finished_answers_survive_a_mended_file_and_other_parts(
         return answer(self, prompts, *rest)
 
     monkeypatch.setattr(GenerateStage, "_answer", counted)
+    return decoded
 
-    def answers(**settings: Any) -> dict[tuple[str, int], list[int]]:
-        settings = {"max_new_tokens": 3, "sampling": {"temperature": 1.0}, "samples": 2} | settings
-        run_stage(context, make_stage("generate", "answers", **settings))
-        found = list(read_answers(context.directory / "answers"))
-        assert not list((context.directory / "answers").glob("open-*"))
-        rows = {(e["id"], e["sample"]): e["tokens"] for e in found}
-        assert len(rows) == len(found)
-        return rows
 
-    first = answers(part_prompts=5)
-    assert len(first) == sum(decoded) == 20
-    # A part that a kill left out is made again, and no other.
-    shutil.rmtree(context.directory / "answers" / "part-1")
+SAMPLED = {"max_new_tokens": 3, "sampling": {"temperature": 1.0}, "samples": 2, "part_prompts": 5}
+
+
+def answers_of(context: StageInputs, **settings: Any) -> dict[tuple[str, int], list[int]]:
+    run_stage(context, make_stage("generate", "answers", **(SAMPLED | settings)))
+    directory = context.directory / "answers"
+    found = list(read_answers(directory))
+    assert [path.name for path in directory.iterdir()] == ["part-0"]
+    rows = {(e["id"], e["sample"]): e["tokens"] for e in found}
+    assert len(rows) == len(found)
+    return rows
+
+
+def test_a_kill_loses_the_answers_that_were_not_saved(
+    tmp_path: Path, decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in the middle of a line, and at the end, before and after the part of all."""
+    context = stage_context(tmp_path, tiny_target())
+    first = answers_of(context)
+    assert decoded == [5] * 4
+    for owner, name, call, lines, again in (
+        (Answers, "add", 3, 11, [5, 5]),
+        (train.data.answer_files, "write_directory", 1, 21, []),
+        (Path, "unlink", 1, 21, []),
+    ):
+        remove_directory(context.directory / "answers")
+        with monkeypatch.context() as patch:
+            before_call(patch, owner, name, call)
+            with pytest.raises(Killed):
+                answers_of(context)
+        file = context.directory / "answers" / "answers-0.jsonl"
+        assert len(file.read_text("utf-8").splitlines()) == lines
+        with file.open("a", encoding="utf-8") as cut:
+            cut.write('{"key": "')
+        del decoded[:]
+        assert answers_of(context) == first
+        assert decoded == again
+
+
+def test_answers_of_earlier_versions_are_read_and_gone_on_with(
+    tmp_path: Path, decoded: list[int]
+) -> None:
+    context = stage_context(tmp_path, tiny_target())
+    first = answers_of(context)
+    samples = [(s.id, s.tokens) for s in context.corpus.samples("answers")]
+    directory = context.directory / "answers"
+    manifest = json.loads((directory / "part-0" / "manifest.json").read_text("utf-8"))["meta"]
+    meta = {name: manifest[name] for name in ("made_by", "split")}
+    in_old_form(directory, 6, meta)
+    assert [(s.id, s.tokens) for s in usable(context).corpus.samples("answers")] == samples
+    # One that was killed: a part is not there, and one was half answered by a server.
+    last = list(read_answers(directory))[18:]
+    remove_directory(directory / "part-1")
+    remove_directory(directory / "part-3")
+    rest = {"finish_reason": "length", "left_out": "", "retokenized": False}
+    lines = [{"row": 18, "key": last[0]["key"], "tokens": last[0]["tokens"]} | rest]
+    lines += [{"row": 19, "key": last[1]["key"], "tokens": []} | rest | {"left_out": "empty"}]
+    journal = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "open-part-3.jsonl").write_text(journal, "utf-8")
     del decoded[:]
-    assert answers(part_prompts=5) == first
-    assert sum(decoded) == 5
+    assert answers_of(context) == first
+    assert decoded == [5, 2]
+    in_old_form(directory, 6)
+    with pytest.raises(UserError, match=r"part-0 is of an earlier version.*delete .*answers to"):
+        answers_of(context)
+
+
+def test_finished_answers_survive_a_mended_file(tmp_path: Path, decoded: list[int]) -> None:
+    """An answer is known by its prompt and the settings, not by its row."""
+    context = stage_context(tmp_path, tiny_target())
+    first = answers_of(context)
     rows = context.corpus.examples["train"]
     mended = replace(rows[5], messages=examples("dev", 1)[0].messages)
     context.corpus.examples["train"] = [*rows[:3], *rows[4:5], mended, *rows[6:]]
     del decoded[:]
-    second = answers(part_prompts=4)
+    second = answers_of(context, part_prompts=4)
     assert sum(decoded) == 2
     assert {key: first[key] for key in second if key[0] != "train-5"} == {
         key: tokens for key, tokens in second.items() if key[0] != "train-5"
     }
     assert len(second) == 18
     del decoded[:]
-    assert len(answers(part_prompts=4, prompts=2)) == 4
-    assert not sum(decoded)
+    # An equal prompt has answers of its own.
+    more = [*context.corpus.examples["train"], replace(rows[0], id="again")]
+    context.corpus.examples["train"] = more
+    third = answers_of(context)
+    assert decoded == [2]
+    assert second.items() < third.items()
+    assert [third["again", n] for n in range(2)] != [third["train-0", n] for n in range(2)]
+    del decoded[:]
+    assert len(answers_of(context, prompts=2)) == 4
+    assert not decoded
     with pytest.raises(
         UserError, match="part-0 were made with another max_new_tokens; set it back"
     ):
-        answers(part_prompts=4, prompts=2, max_new_tokens=4)
-    file = context.directory / "answers" / "part-0" / "answers.jsonl"
+        answers_of(context, prompts=2, max_new_tokens=4)
+    file = context.directory / "answers" / "part-0" / "0.jsonl"
     file.write_text(file.read_text("utf-8")[:-20], "utf-8")
-    with pytest.raises(CorruptArtifact, match=r"part-0.*answers\.jsonl"):
+    with pytest.raises(CorruptArtifact, match=r"part-0.*0\.jsonl"):
         list(read_answers(context.directory / "answers"))
 
 

@@ -394,13 +394,13 @@ def test_moments_go_with_their_weights_whatever_the_groups(context, monkeypatch)
 
 def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
     """A prompt is read when it is served."""
-    made, prompt = [], Corpus.prompt
+    made, prompts = [], Corpus.prompts
 
-    def counted(self, example):
-        made.append(example.id)
-        return prompt(self, example)
+    def counted(self, examples):
+        made.extend(example.id for example in examples)
+        return prompts(self, examples)
 
-    monkeypatch.setattr(Corpus, "prompt", counted)
+    monkeypatch.setattr(Corpus, "prompts", counted)
     with monkeypatch.context() as patch:
         before_call(patch, Serving, "_serve", 3, ask_to_stop)
         with pytest.raises(Stopped, match="after 12 of 22 requests"):

@@ -31,7 +31,7 @@ from tests.training import Killed, before_call, begin_anew, in_new_process, two_
 from train.base.console import Reporter
 from train.base.directory_lock import DirectoryLock
 from train.base.tracking.curve_file import CURVES_FILE, CurveReader
-from train.data.corpus import read_answers
+from train.data.answer_files import read_answers
 from train.loop.trainer import Trainer
 from train.report.report_summary import footnotes
 from train.run.config_checks import load_config

@@ -23,15 +23,15 @@ from tests.answer_server import (
     without_reason,
 )
 from tests.stages import make_stage, plan_stage, run_stage
+from tests.test_data import example
 from tests.tiny import EOS_ID, tiny_target
 from tests.training import Killed
 from tests.upstream import served
 from train.base.stage import StageInputs
+from train.data.answer_files import Answers, draw_number
 from train.engines import ask_servers
-from train.engines.answers.journal import Journal
 from train.engines.answers.protocols import (
     PROTOCOLS,
-    Answer,
     AnswerReader,
     AskSettings,
     Reply,
@@ -71,7 +71,7 @@ def test_greedy_answers_are_those_of_our_own_loop(
     assert min(len(engine.bodies) for engine in engines) > 2
     assert engines[0].keys == engines[1].keys == {"Bearer secret"}
     assert outcome.summary["left_out"] == "0"
-    assert not list(context.directory.glob("answers/open-*"))
+    assert not list(context.directory.glob("answers/answers-*"))
     assert (
         context.corpus.samples("answers")[3].tokens[-len(ours[3]["tokens"]) :]
         == (ours[3]["tokens"])
@@ -173,7 +173,7 @@ def test_a_prompt_that_no_server_answers_costs_that_prompt_only(
             answer_with(context, urls, "all", **given)
             assert without_reason(answers_of(context, "all")) == ours
         engines[0].never = engines[-1].never = poison
-        with pytest.raises(UserError, match=r"1 of 4 answers .*It answers other requests"):
+        with pytest.raises(UserError, match=r"1 of \d answers .*It answers other requests"):
             answer_with(context, urls, "again", **given | {"max_unusable": 0.2})
         engines[0].never = []
         answer_with(context, urls, "again", **given)
@@ -182,55 +182,56 @@ def test_a_prompt_that_no_server_answers_costs_that_prompt_only(
 
 def test_a_full_disk_cuts_no_answer_in_two(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    journal = Journal(tmp_path / "part-0")
-    answers = [Answer([number] * 50, "stop") for number in range(3)]
-    journal.add(0, answers[0], "a")
+    wanted = Answers(tmp_path, [example(name) for name in "abc"], 1, "abc", {})
+    wanted.add({0: {"tokens": [1] * 50}})
+    [file] = tmp_path.iterdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 20, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"cannot write .*open-part-0\.jsonl"):
-            journal.add(1, answers[1], "b")
+        with pytest.raises(UserError, match=r"cannot write .*answers-0\.jsonl"):
+            wanted.add({1: {"tokens": [2] * 50}})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    journal.add(2, answers[2], "c")  # of a request that was under way
-    assert journal.read({0: "a", 1: "b", 2: "c"}) == {0: answers[0], 2: answers[2]}
-    assert journal.read({0: "another prompt", 2: "c"}) == {2: answers[2]}
+    wanted.add({2: {"tokens": [3] * 50}})  # of a request that was under way
+    assert wanted.missing() == [1]
 
 
 def test_a_kill_loses_no_answer(
     context: StageInputs, ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, kept = Journal.add, []
+    original, kept = Answers.add, list[str]()
 
-    def add(journal: Journal, row: int, answer: Any, key: str) -> None:
+    def add(wanted: Answers, answers: Any) -> None:
         if len(kept) == 6:
-            with open(journal.path, "a", encoding="utf-8") as file:
-                file.write('{"row": 9, "tok')  # cut short
+            with open(wanted.directory / "answers-0.jsonl", "a", encoding="utf-8") as file:
+                file.write('{"key": "9", "tok')  # cut short
             raise Killed
-        kept.append(row)
-        original(journal, row, answer, key)
+        kept.extend(wanted.keys[number] for number in answers)
+        original(wanted, answers)
 
     with served(AnswerEngine().app()) as url, monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", add)
+        patch.setattr(Answers, "add", add)
         with pytest.raises(Killed):
             answer_with(context, url, probe_prompts=0)
     engine = AnswerEngine()
     with served(engine.app()) as url:
         outcome = answer_with(context, url, probe_prompts=0)
     settings = AskSettings(Sampling(), NEW, SETTINGS["seed"], (EOS_ID,))
-    missing = set(range(10)) - set(kept)
+    missing = {draw_number(answer["key"]) for answer in answers_of(context)}
+    missing -= {draw_number(key) for key in kept}
     assert set(engine.asked()) == {settings.row_seed(WantedAnswer(row, [])) for row in missing}
+    assert len(missing) == 4
     assert set(engine.asked().values()) == {1}
     assert without_reason(answers_of(context)) == ours
     # Nothing is asked again for a stage that is whole.
     assert answer_with(context, url).summary["tokens"] == outcome.summary["tokens"]
 
 
-def test_a_damaged_journal_is_named(context: StageInputs, tmp_path: Path) -> None:
+def test_a_damaged_line_is_named(context: StageInputs, tmp_path: Path) -> None:
     (tmp_path / "answers").mkdir()
-    (tmp_path / "answers" / "open-part-0.jsonl").write_text('{"row": 1, "tokens": 3\n', "utf-8")
+    (tmp_path / "answers" / "answers-0.jsonl").write_text('{"key": "1", "tokens": 3\n', "utf-8")
     engine = AnswerEngine()
-    with served(engine.app()) as url, pytest.raises(UserError, match=r"open-part-0.jsonl:1 is dam"):
+    with served(engine.app()) as url, pytest.raises(UserError, match=r"answers-0.jsonl:1 is dam"):
         answer_with(context, url)
 
 
@@ -285,15 +286,15 @@ def test_unusable_answers_are_left_out_and_counted(context: StageInputs, ours: A
     settings: dict[str, Any] = {"concurrency": 1, "probe_prompts": 0}
     engine = AnswerEngine(change=change)
     with served(engine.app()) as url:
-        with pytest.raises(UserError, match=r"1 of 4 answers for .*part-0.*ended with abort"):
+        with pytest.raises(UserError, match=r"1 of 2 answers cannot be used.*ended with abort"):
             answer_with(context, url, **settings)
         engine.faults = [Response(b"too long", status_code=400)]
         outcome = answer_with(context, url, max_unusable=0.5, **settings)
     assert outcome.summary["left_out"] == (
-        "1 ended with abort, 1 refused by the server, 1 goes on after an end-of-text token"
+        "1 goes on after an end-of-text token, 1 refused by the server"
     )
     answers = without_reason(answers_of(context))
-    assert len(answers) == 7
+    assert len(answers) == 8
     assert all(answer in ours for answer in answers)
 
 

@@ -9,7 +9,7 @@ from decode.base.errors import UserError
 from decode.model.loading import load_target
 from tests.stages import make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import save_tiny
-from train.data.corpus import read_answers
+from train.data.answer_files import read_answers
 from train.data.read import Example, read_examples
 from train.data.turns import TURN, Turns
 

@@ -94,7 +94,7 @@ def _rows(part: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _held(part: Path) -> set[tuple[str, str]]:
+def held(part: Path) -> set[tuple[str, str]]:
     """The id of each sample of a part, with the hash of its text. Raises CorruptArtifact for a
     damaged list of samples."""
     verify_directory(part, deep=[ROWS])
@@ -103,11 +103,11 @@ def _held(part: Path) -> set[tuple[str, str]]:
 
 def lacking(parts: Iterable[Path], texts: Iterable[Text]) -> list[int]:
     """The numbers of the texts that these parts do not hold."""
-    held = dict(pair for part in parts for pair in _held(part))
+    known = dict(pair for part in parts for pair in held(part))
     return [
         number
         for number, (name, tokens, mask) in enumerate(texts)
-        if name not in held or not _is_hash_of(held[name], tokens, mask)
+        if name not in known or not _is_hash_of(known[name], tokens, mask)
     ]
 
 
@@ -116,10 +116,10 @@ def take_parts(directory: Path, others: Sequence[Path], texts: Iterable[Text]) -
     it lacks. texts: those that it should hold."""
     parts = parts_of(directory)
     wanted = {(name, text_sha256(tokens, mask)) for name, tokens, mask in texts} if others else ()
-    missing = set(wanted).difference(*map(_held, parts))
+    missing = set(wanted).difference(*map(held, parts))
     numbers = free_numbers(parts)
     for other in others:
-        if missing & _held(other):
+        if missing & held(other):
             link_directory(other, directory / f"{PART}-{next(numbers)}")
 
 

@@ -289,8 +289,8 @@ def coverage(
     from decode.model.without_weights import load_tokenizer
     from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.base.console import Reporter
+    from train.data.answer_files import read_answers
     from train.data.chat_tokens import to_samples
-    from train.data.corpus import read_answers
     from train.data.read import read_examples
 
     quieten()

@@ -2,32 +2,29 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.artifact import MANIFEST, verify_directory, write_directory
+from decode.base.artifact import MANIFEST, verify_directory
 from decode.base.errors import UserError
 from decode.loop.rows import prompt_problem
+from train.data.answer_files import answer_files, answer_parts, answers_of
 from train.data.chat_tokens import Sample, prompt_tokens, to_samples
-from train.data.read import Example, content_keys, id_key, id_keys, select
+from train.data.read import Example, asks, content_keys, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
 from train.data.stored_samples import StoredSamples
 from train.data.text_files import Share, Texts
 from train.data.turns import TURN, turn
 from train.settings.text_settings import stages_of
 
-PART = "part-"
-ANSWERS = "answers.jsonl"  # in a part
 SELF_PROMPTS = "prompts"  # the directory of prompts that the target wrote
-SHARE_PARTS = 256  # parts of answers that one part of a text holds
+SHARE_FILES = 16  # files of answers that one part of a text holds
 
 
 @dataclass
@@ -48,15 +45,15 @@ class Corpus:
     ends: Collection[int] = ()
     texts: Texts = field(default_factory=Texts)
 
-    def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
+    def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
         """The token ids of each example's prompt."""
-        return [self.prompt(example) for example in examples]
+        return list(self.each_prompt(examples))
 
-    def prompt(self, example: Example) -> list[int]:
-        """The token ids of an example's prompt."""
-        if (known := self.texts.prompt(example)) is not None:
-            return known
-        return self._made_prompt(example)
+    def each_prompt(self, examples: Sequence[Example]) -> Iterator[list[int]]:
+        """`prompts`, one after the other. Those that were made before are found without a look at
+        the rows."""
+        for row, content in enumerate(content_keys(examples)):
+            yield self.texts.prompt(content) or self._made_prompt(examples[row])
 
     def _made_prompt(self, example: Example) -> list[int]:
         encoder = self.start is not None
@@ -71,13 +68,13 @@ class Corpus:
                 f"set data.{split}, or name another split"
             )
         examples = self.asked(split)
-        asks = np.fromiter((e.messages is not None for e in examples), bool, len(examples))
-        if not asks.any():
+        rows = np.flatnonzero(asks(examples))
+        if not len(rows):
             raise UserError(
                 f"stage {stage}: the {split} split has no prompts to answer, only text; add rows "
                 "with prompt or messages"
             )
-        return select(examples, np.flatnonzero(asks))
+        return select(examples, rows)
 
     def asked(self, split: str) -> Sequence[Example]:
         """The examples of a split without those whose prompts cannot be answered; see
@@ -119,13 +116,13 @@ class Corpus:
         splits = {name: _ById(examples) for name, examples in self.examples.items()}
         stages = stages_of(text)
         for stage in stages:
-            parts = answer_parts(self.stages[stage])
+            files = answer_files(self.stages[stage])
             asked = splits | {SELF_PROMPTS: _ById(self.self_prompts(stage))}
             shares += [
-                partial(self._answered, stage, parts[first : first + SHARE_PARTS], asked)
-                for first in range(0, max(1, len(parts)), SHARE_PARTS)
+                partial(self._answered, stage, files[first : first + SHARE_FILES], asked)
+                for first in range(0, max(1, len(files)), SHARE_FILES)
             ]
-        return self.texts.stored(self._key("answers", self.examples.values(), stages), shares)
+        return self.texts.stored(self._key("answer files", self.examples.values(), stages), shares)
 
     def _own(self, example: Example) -> Iterator[Sample]:
         """The samples of an example with its own responses."""
@@ -139,25 +136,28 @@ class Corpus:
         ):
             yield sample if self.start is None else sample.under_encoder(self.start)
 
-    def answered(self, example: Example, stage: str, number: int, answer: list[int]) -> Sample:
-        """The sample of an example with the answer of this number of a generate stage, as token
-        ids. They are never decoded to text and encoded again, because that can change the ids."""
-        prompt = self.prompt(example)
+    def answered(
+        self, name: str, prompt: list[int], stage: str, number: int, answer: list[int]
+    ) -> Sample:
+        """The sample of the example with this id and prompt, and the answer of this number of a
+        generate stage, as token ids. They are never decoded to text and encoded again, because that
+        can change the ids."""
         mask = [False] * len(prompt) + [True] * len(answer)
         mask[:1] = [False] * len(mask[:1])
-        sample = Sample(f"{example.id}#{stage}-{number}", [*prompt, *answer], mask)
+        sample = Sample(f"{name}#{stage}-{number}", [*prompt, *answer], mask)
         return sample if self.start is None else sample.under_encoder(self.start)
 
     def _answered(
-        self, stage: str, parts: Sequence[Path], asked: Mapping[str, "_ById"], _: dict[str, Any]
+        self, stage: str, files: Sequence[Path], asked: Mapping[str, "_ById"], _: dict[str, Any]
     ) -> Iterator[Sample]:
-        for part in parts:
+        for file in files:
             # Ids are unique in one split only. Parts of earlier versions do not name theirs.
-            split = verify_directory(part, deep=False).get("split")
+            split = verify_directory(file.parent, deep=False).get("split")
             places = asked if split is None else {split: asked[split]}
-            for answer in answers_of(part):
-                example = _find(answer["id"], places, part)
-                yield self.answered(example, stage, answer["sample"], answer["tokens"])
+            for answer in answers_of(file):
+                name, number, tokens = answer["id"], answer["sample"], answer["tokens"]
+                [prompt] = self.prompts(_find(name, places, file.parent))
+                yield self.answered(name, prompt, stage, number, tokens)
 
     def _key(self, kind: str, rows: Iterable[Sequence[Example]], stages: Sequence[str] = ()) -> str:
         """A hash of what decides a text. stages: whose answers to the rows it has."""
@@ -179,22 +179,22 @@ class _ById:
         self._examples, self._order = examples, np.argsort(keys)
         self._keys = keys[self._order]
 
-    def find(self, name: str) -> Example | None:
-        """The example with this id, also an earlier turn of one. None: there is none."""
-        key = np.uint64(id_key(name))
-        first, end = (np.searchsorted(self._keys, key, side) for side in ("left", "right"))
-        found = (self._examples[int(self._order[place])] for place in range(first, end))
-        example = next((example for example in found if example.id == name), None)
+    def find(self, name: str) -> Sequence[Example]:
+        """The example with this id, also an earlier turn of one. Empty: there is none."""
+        key = np.uint64(id_key(name))  # which no other id of these examples has
+        place = np.searchsorted(self._keys, key)
+        if place < len(self._keys) and self._keys[place] == key:
+            return select(self._examples, self._order[place : place + 1])
         chat, mark, messages = name.rpartition(TURN)
-        if example is None and mark and messages.isdecimal() and (whole := self.find(chat)):
-            return turn(whole, int(messages))
-        return example
+        if mark and messages.isdecimal():
+            return [turn(whole, int(messages)) for whole in self.find(chat)]
+        return []
 
 
-def _find(name: str, places: Mapping[str, _ById], part: Path) -> Example:
+def _find(name: str, places: Mapping[str, _ById], part: Path) -> Sequence[Example]:
     """The example that an answer of a part answers. Raises UserError unless one of the places has
     it."""
-    found = [example for place in places.values() if (example := place.find(name)) is not None]
+    found = [examples for place in places.values() if (examples := place.find(name))]
     if len(found) != 1:
         raise UserError(
             f"{part} answers the prompt {name!r}, which is in {len(found)} of "
@@ -202,51 +202,3 @@ def _find(name: str, places: Mapping[str, _ById], part: Path) -> Example:
             "answers again"
         )
     return found[0]
-
-
-def write_answers(
-    directory: Path,
-    answers: Iterable[Mapping[str, Any]],
-    meta: dict[str, Any] | None = None,
-) -> None:
-    """Write a part, completely or not at all: a line per answer, {"id", "sample", "tokens"} and
-    what else is known of it. meta: the manifest of the part; see `unusable_answers`."""
-
-    def fill(path: Path) -> None:
-        (path / ANSWERS).write_text(
-            "".join(json.dumps(answer) + "\n" for answer in answers), encoding="utf-8"
-        )
-
-    write_directory(directory, fill, meta=meta)
-
-
-def read_answers(directory: Path) -> Iterator[dict[str, Any]]:
-    """All answers of a generate stage: {"id", "sample", "tokens"}, in order.
-
-    Raises UserError (CorruptArtifact) with the name of a damaged part.
-    """
-    return chain.from_iterable(map(answers_of, answer_parts(directory)))
-
-
-def answers_of(part: Path) -> Iterator[dict[str, Any]]:
-    """The answers of one part, as `read_answers`."""
-    verify_directory(part)
-    with (part / ANSWERS).open(encoding="utf-8") as lines:
-        yield from map(json.loads, lines)
-
-
-def unusable_answers(directory: Path) -> tuple[Counter[str], int]:
-    """Of a generate stage with a server: how many answers were left out for which reason, and how
-    many others have the ids of their text, because the server returned none."""
-    left_out: Counter[str] = Counter()
-    retokenized = 0
-    for part in answer_parts(directory):
-        meta = verify_directory(part, deep=False)
-        left_out.update(meta.get("left_out", {}))
-        retokenized += meta.get("retokenized", 0)
-    return left_out, retokenized
-
-
-def answer_parts(directory: Path) -> list[Path]:
-    """The parts of a generate stage, in order."""
-    return sorted(directory.glob(f"{PART}*"), key=lambda path: int(path.name.removeprefix(PART)))

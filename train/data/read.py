@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
@@ -115,11 +116,13 @@ class Examples(LazyExamples):
     `Example`, and messages and tools as JSON. `key` is `id_key`, `content` is `content_key`.
     """
 
-    def __init__(self, table: Any, rows: np.ndarray | None = None) -> None:
-        """table: a `pyarrow.Table`. rows: int64, the numbers of the rows in it. None: all."""
+    def __init__(self, table: Any) -> None:
+        """table: a `pyarrow.Table`. rows: int64, the numbers of the rows in it."""
         self._table, self._batches = table, table.to_batches()
         self._ends = np.cumsum([batch.num_rows for batch in self._batches])
-        self.rows = np.arange(len(table)) if rows is None else rows
+        self._asks = table["messages"].is_valid().to_numpy()
+        self._keys, self._contents = table["key"].to_numpy(), table["content"].to_numpy()
+        self.rows = np.arange(len(table))
 
     @classmethod
     def stored(cls, file: Path) -> "Examples":
@@ -142,17 +145,28 @@ class Examples(LazyExamples):
                 yield from map(_example, batch.take(places).to_pylist())
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "Examples":
-        return Examples(self._table, self.rows[np.asarray(rows, np.int64)])
+        found = copy(self)
+        found.rows = self.rows[np.asarray(rows, np.int64)]
+        return found
+
+    def values(self, name: str) -> list[Any]:
+        """The texts of one column."""
+        return self._table[name].take(self.rows).to_pylist()
+
+    @property
+    def asks(self) -> np.ndarray:
+        """bool [n]: which rows have messages."""
+        return self._asks[self.rows]
 
     @property
     def keys(self) -> np.ndarray:
         """uint64 [n]: `id_key` of each row."""
-        return self._table["key"].to_numpy()[self.rows]
+        return self._keys[self.rows]
 
     @property
     def contents(self) -> np.ndarray:
         """uint64 [n]: `content_key` of each row."""
-        return self._table["content"].to_numpy()[self.rows]
+        return self._contents[self.rows]
 
 
 COLUMNS = ("id", "messages", "text", "kind", "source", "tools", "schema")
@@ -238,6 +252,20 @@ def id_keys(examples: Sequence[Example]) -> np.ndarray:
     if isinstance(examples, Examples):
         return examples.keys
     return np.array([id_key(example.id) for example in examples], np.uint64)
+
+
+def values(examples: Sequence[Example], name: str) -> list[Any]:
+    """The id, kind, source or schema of each example. Of stored ones nothing else is read."""
+    if isinstance(examples, Examples):
+        return examples.values(name)
+    return [getattr(example, name) for example in examples]
+
+
+def asks(examples: Sequence[Example]) -> np.ndarray:
+    """bool [n]: which examples have messages."""
+    if isinstance(examples, Examples):
+        return examples.asks
+    return np.array([example.messages is not None for example in examples], bool)
 
 
 def select(examples: T, rows: Sequence[int] | np.ndarray) -> T:

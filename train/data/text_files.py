@@ -21,7 +21,7 @@ import numpy as np
 from decode.base.artifact import recover
 from decode.base.errors import UserError
 from train.data.chat_tokens import Sample
-from train.data.read import Example, content_key, content_keys, select
+from train.data.read import Example, content_keys, select
 from train.data.stored_samples import StoredSamples, sample_part
 from train.data.write_samples import write_samples
 from train.measure.ranks import ALONE, Ranks
@@ -156,12 +156,10 @@ class Texts:
             self._prompts.append((keys[order], order, samples))
         return usable
 
-    def prompt(self, example: Example) -> list[int] | None:
-        """The prompt of an example, if one of `prompts` has it."""
-        if self._prompts and example.messages is not None:
-            key = np.uint64(content_key(example))
-            for keys, order, samples in self._prompts:
-                place = np.searchsorted(keys, key)
-                if place < len(keys) and keys[place] == key:
-                    return samples[int(order[place])].tokens
+    def prompt(self, content: np.uint64) -> list[int] | None:
+        """The prompt of an example with this `content_key`, if one of `prompts` has it."""
+        for keys, order, samples in self._prompts:
+            place = np.searchsorted(keys, content)
+            if place < len(keys) and keys[place] == content:
+                return samples[int(order[place])].tokens or None  # text without a prompt
         return None

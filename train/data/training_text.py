@@ -23,7 +23,7 @@ from distill.trainable_model import Trainable
 from train.data.batches import permutation
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
-from train.data.read import Example
+from train.data.read import Example, select
 from train.measure.ranks import Ranks
 from train.settings.training import OnPolicyConfig
 
@@ -136,7 +136,7 @@ class OnPolicyText:
         _mask_padding(model, self.target.token_count)
         model.to(accelerator.device, self.target.dtype)
         indices = range(rank, count, world)
-        prompts = self.corpus.prompts(examples[index] for index in indices)
+        prompts = self.corpus.prompts(select(examples, indices))
         # An answer would not fit behind the others. Given samples take their place.
         fitting = [
             (index, prompt)

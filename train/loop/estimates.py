@@ -6,7 +6,7 @@ section 4) count them, but for a gated MLP and an attention that stores no score
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -136,7 +136,7 @@ def decoding_memory(
     )
 
 
-def prompt_length(corpus: Corpus, examples: Iterable[Example]) -> int:
+def prompt_length(corpus: Corpus, examples: Sequence[Example]) -> int:
     """The mean length of the prompts in tokens. Writing very many prompts with the template would
     take long, so give `PROMPTS_MEASURED` of them."""
     prompts = corpus.prompts(examples)

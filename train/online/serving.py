@@ -16,7 +16,7 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from distill.replay.online_student import OnlineStudent
 from train.base.console import Reporter
-from train.data.read import Example
+from train.data.read import Example, select
 from train.loop.checkpoint import Stopped, StopRequest
 from train.measure.ranks import Ranks
 from train.online.learning import LearningRound, Online
@@ -80,7 +80,7 @@ class Background:
 class Serving:
     """Serves a stream of requests with a drafter that learns from it.
 
-    stream: the requests. prompt: the token ids of one, made when it is served. drafter: the
+    stream: the requests. prompts: the token ids of some, made when they are served. drafter: the
     decoding drafter. student: the learning copy. online: connects the two; None: no
     learning. progress: the progress in the stream. history: its windows and rounds. provenance: the
     provenance of a saved drafter, without its progress.
@@ -88,7 +88,7 @@ class Serving:
 
     config: OnlineStageConfig
     stream: Sequence[Example]
-    prompt: Callable[[Example], list[int]]
+    prompts: Callable[[Sequence[Example]], list[list[int]]]
     target: Target
     drafter: Drafter
     student: OnlineStudent
@@ -163,7 +163,7 @@ class Serving:
         shared = torch.zeros(count + 1, len(COUNTS), dtype=torch.float64)
         if rows:
             numbers = [progress.served + row for row in rows]
-            prompts = [self.prompt(self.stream[number]) for number in numbers]
+            prompts = self.prompts(select(self.stream, numbers))
             if self.online:
                 self.online.collector.begin(numbers)
             tally = decoder.decode(

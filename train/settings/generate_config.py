@@ -45,7 +45,8 @@ class GenerateConfig(StageConfig):
     num_beams: int = Field(1, ge=1)
     """Above 1: beam search by `generate()` of `transformers`, for Blockwise distillation."""
     part_prompts: int = Field(64, ge=1)
-    """The number of answers per saved part. A killed stage loses at most one part."""
+    """The number of answers that a process makes before it saves them. A kill loses at most so many
+    of each process; those of a server are saved one by one."""
     seed: Seed = 0
     """The seed of the draws."""
     server: ServerConfig | None = None

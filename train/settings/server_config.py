@@ -105,7 +105,8 @@ class ServerConfig(EngineServer):
     """The number of prompts that are first answered greedily, to see that the server runs the
     target. 0: not checked."""
     max_unusable: float = Field(0.1, ge=0, le=1)
-    """The share of a part's answers that may be left out as unusable before the stage stops."""
+    """The share of `part_prompts` answers that may be unusable, and are left out, before the stage
+    stops."""
     keep_states: bool = False
     """Let a vLLM that is started write the hidden states that a later `feature_cache` stores, in
     the requests of the answers. It then has no prefix cache, and reads two tokens of a text in a

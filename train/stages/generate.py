@@ -4,10 +4,10 @@ answer to a row with a `json_schema` is held to it.
 
 import itertools
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,28 @@ from decode.model.generation_config import (
 )
 from decode.model.loading import Target
 from distill.teacher.cache_directory import parts_of
-from distill.teacher.cache_parts import check_parts, note_checked, text_sha256
+from distill.teacher.cache_parts import (
+    check_parts,
+    free_numbers,
+    held,
+    note_checked,
+    text_sha256,
+)
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
-from train.base.console import Bar
 from train.base.stage import STAGES, Stage, StageMemory, StagePlan, StageResult, StageWork
-from train.data.corpus import PART, SELF_PROMPTS, read_answers, unusable_answers, write_answers
-from train.data.read import Example, id_key, select, spread
+from train.data.answer_files import (
+    Answers,
+    draw_number,
+    prompt_key,
+    read_answers,
+    unusable_answers,
+)
+from train.data.corpus import SELF_PROMPTS
+from train.data.read import Example, id_key, select, spread, values
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.data.turns import Turns
-from train.engines.answers.known_parts import AnswerPart, Jobs, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server, require_states
 from train.engines.states.served_states import EngineLayers
@@ -55,9 +66,9 @@ ID_BYTES = 7  # of a token id in JSON, for the plan
 
 @STAGES.register("generate")
 class GenerateStage(Stage[GenerateConfig]):
-    """Writes part-0, part-1, …, each a directory with a file of one answer per line. A kill loses
-    at most one part of each rank. Beside them are, in parts of the same numbers, the hidden states
-    that later stages ask for (`distill.teacher.cached_features`)."""
+    """Writes the answers (`train.data.answer_files`). A kill loses at most `part_prompts` answers
+    of each rank, and none of a server. Beside them are, in parts, the hidden states that later
+    stages ask for (`distill.teacher.cached_features`)."""
 
     with_encoder = True
 
@@ -73,11 +84,11 @@ class GenerateStage(Stage[GenerateConfig]):
             count, what = config.self_prompts * config.samples, " to the target's own prompts"
             prompt = config.max_prompt_tokens
         else:
-            jobs = self._jobs()
-            self._require_schemas(jobs.examples)
-            count, what = len(jobs), ""
-            measured = (example for example, _ in spread(jobs, PROMPTS_MEASURED))
-            prompt = prompt_length(self.corpus, measured)
+            examples = self._examples()
+            self._require_schemas(examples)
+            count, what = len(examples) * config.samples, ""
+            measured = spread(range(len(examples)), PROMPTS_MEASURED)
+            prompt = prompt_length(self.corpus, select(examples, measured))
         if config.server:
             require_server(config.server, self.target)
             what += " by a server"
@@ -94,7 +105,8 @@ class GenerateStage(Stage[GenerateConfig]):
             f"{count} answers{what} of at most {config.max_new_tokens} tokens",
             tokens=count * config.max_new_tokens,
             memory=memory,
-            disk_bytes=count * config.max_new_tokens * ID_BYTES,
+            # Those that were appended are deleted when the part of all is whole.
+            disk_bytes=2 * count * config.max_new_tokens * ID_BYTES,
             text_tokens=count * (prompt + config.max_new_tokens),
             captured_layers=self._kept_layers,
         )
@@ -105,7 +117,7 @@ class GenerateStage(Stage[GenerateConfig]):
             if config.server:
                 require_states(config.server, config.sampling, self.target)
                 EngineLayers(self.target, self._kept_layers)  # refuses what it cannot tell apart
-                # vLLM's files, until a part is whole.
+                # vLLM's files, until a part of states is written.
                 files = min(config.part_prompts + config.server.concurrency, count)
                 plan.disk_bytes += token_bytes * files * (prompt + config.max_new_tokens)
             plan.what += f"; keeps {len(self._kept_layers)} hidden states a token for {readers}"
@@ -140,7 +152,7 @@ class GenerateStage(Stage[GenerateConfig]):
     def run(self) -> StageResult:
         begin, self._work = time.perf_counter(), StageWork(self.target.dtype)
         self._write_prompts()
-        generated = self._generate(self._jobs())
+        generated = self._generate(self._examples())
         answers = tokens = cut = 0
         prompts, ends = set(), set(self.target.eos_token_ids)
         for answer in read_answers(self.directory):
@@ -170,19 +182,17 @@ class GenerateStage(Stage[GenerateConfig]):
             self.reporter.say(f"  left out: {why or 'none'}; {retokenized} retokenised")
         return StageResult(summary=summary, work=self._work)
 
-    def _jobs(self) -> Jobs:
+    def _examples(self) -> Sequence[Example]:
+        """Those whose prompts are answered."""
         config = self.config
-        examples: Sequence[Example]
         if config.self_prompts:
-            examples = read_prompts(self.directory / SELF_PROMPTS)
-            examples = self.corpus.askable(examples, f"prompts of {config.name}")
-        else:
-            answerable = self.corpus.answerable(config.split, config.name)
-            if config.turns == "every":
-                turns = Turns.of(answerable)
-                answerable = self.corpus.askable(turns, f"turns of {config.split}")
-            examples = select(answerable, spread(range(len(answerable)), config.prompts))
-        return Jobs(examples, config.samples, range(config.samples * len(examples)))
+            written = read_prompts(self.directory / SELF_PROMPTS)
+            return self.corpus.askable(written, f"prompts of {config.name}")
+        answerable = self.corpus.answerable(config.split, config.name)
+        if config.turns == "every":
+            turns = Turns.of(answerable)
+            answerable = self.corpus.askable(turns, f"turns of {config.split}")
+        return select(answerable, spread(range(len(answerable)), config.prompts))
 
     def _write_prompts(self) -> None:
         """Let the target write prompts, unless they exist or are not wanted."""
@@ -218,79 +228,70 @@ class GenerateStage(Stage[GenerateConfig]):
             self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
         self.accelerator.wait_for_everyone()
 
-    def _generate(self, jobs: Jobs) -> int:
-        """Write every missing part, with all ranks together. Returns the number of tokens that they
-        generated."""
-        ranks, states = Ranks.of(self.accelerator), self.directory / STATES
-        parts = self._parts(jobs, ranks)
+    def _generate(self, examples: Sequence[Example]) -> int:
+        """Write every missing answer, with all ranks together. Returns the number of tokens that
+        they generated."""
+        config, ranks, states = self.config, Ranks.of(self.accelerator), self.directory / STATES
+        wanted = self._wanted(examples, ranks)
+        missing = ranks.main_only(wanted.missing)
         # Those of an earlier start; the writer hashes each of the others.
         ranks.together(lambda: check_parts(ranks.share(parts_of(states))))
-
-        def take_apart() -> None:
-            if count := take_over(self.directory, parts, self._made_by):
-                self.reporter.say(
-                    f"  the rows of {count} parts changed; answers to the same prompts are kept"
-                )
-
-        ranks.together(lambda: take_apart() if ranks.is_main else None)
-        # Each rank writes complete parts without communication, so no rank waits.
-        missing = [part for part in ranks.share(parts) if not part.directory.exists()]
-        generated = 0
-        with self.reporter.bar("generating", len(jobs)) as bar:
-            if self.config.server:
-                generated = self._ask_server(jobs, missing, bar)
+        if missing is None:
+            return 0
+        total = len(wanted.keys)
+        if known := total - len(missing):
+            self.reporter.say(f"  {known} of {total} answers are there already")
+        self._free = itertools.islice(free_numbers(parts_of(states)), ranks.rank, None, ranks.world)
+        self._held = {pair for part in parts_of(states) for pair in held(part)}
+        self.accelerator.wait_for_everyone()  # no rank takes a part of another for an earlier one
+        generated, left_out = 0, Counter[str]()
+        with self.reporter.bar("generating", total) as bar:
+            done = itertools.count(known, ranks.world)
+            self._one_more = lambda note="": bar.update(min(next(done), total), note)
+            self._one_more()
+            if config.server:
+                generated, left_out = self._ask_server(wanted, ranks.share(missing))
             else:
-                examples = [example for part in missing for example, _ in part.jobs]
                 grammars, begin = row_grammars(examples, self.target), time.perf_counter()
-                generated = sum(self._write_part(part, grammars, bar) for part in missing)
+                size = config.part_prompts
+                for first in ranks.share(range(0, len(missing), size)):
+                    numbers = missing[first : first + size]
+                    generated += self._answer_some(wanted, numbers, grammars)
                 self._work.seconds = time.perf_counter() - begin
-            bar.update(len(jobs))
-        self.accelerator.wait_for_everyone()
+            lost = sum(ranks.gather(left_out), Counter[str]())
+            split = SELF_PROMPTS if config.self_prompts else config.split
+            ranks.main_only(lambda: wanted.finish(split, lost))
+            bar.update(total)
         if ranks.is_main and parts_of(states):
             note_checked(states, "states")
         return sum(ranks.gather(generated))
 
-    @property
-    def _made_by(self) -> dict[str, Any]:
-        """The settings that decide what is answered to a prompt."""
-        names = {"sampling", "max_new_tokens", "num_beams", "seed"}
-        return self.config.model_dump(mode="json", include=names)
-
-    def _parts(self, jobs: Jobs, ranks: Ranks) -> list[AnswerPart]:
-        """All parts. Every prompt is written now: a row is known by it, and one that cannot be
-        written is found before the first part begins."""
+    def _wanted(self, examples: Sequence[Example], ranks: Ranks) -> Answers:
+        """All answers to these examples. Every prompt is written now, so one that cannot be written
+        is found before the first answer."""
 
         def prompt_keys() -> list[str]:
-            rows = range(ranks.rank, len(jobs.examples), ranks.world)
-            mine = select(jobs.examples, rows)
-            return [prompt_key(self.corpus.prompt(one), one.schema) for one in mine]
+            mine = select(examples, range(ranks.rank, len(examples), ranks.world))
+            prompts = self.corpus.each_prompt(mine)
+            return list(map(prompt_key, prompts, values(mine, "schema")))
 
         shares = ranks.gather(ranks.together(prompt_keys))
-        keys = [shares[row % ranks.world][row // ranks.world] for row in range(len(jobs.examples))]
-        split, size = self.config.split, self.config.part_prompts
-        parts = list[AnswerPart]()
-        for first in range(0, len(jobs), size):
-            part = jobs[first : first + size]
-            named = {
-                row: f"{keys[row // jobs.samples]}-{row % jobs.samples}"
-                for row in range(first, first + len(part))
-            }
-            meta = part_meta(
-                named.values(), self._made_by, SELF_PROMPTS if self.config.self_prompts else split
-            )
-            parts.append(AnswerPart(self.directory / f"{PART}{len(parts)}", part, named, meta))
-        return parts
+        prompts = (shares[row % ranks.world][row // ranks.world] for row in range(len(examples)))
+        names = {"sampling", "max_new_tokens", "num_beams", "seed"}
+        made_by = self.config.model_dump(mode="json", include=names)
+        samples = self.config.samples
+        return Answers(self.directory, examples, samples, prompts, made_by, ranks.rank)
 
-    def _ask_server(self, jobs: Jobs, parts: list[AnswerPart], bar: Bar) -> int:
-        """Write these parts from a server's answers."""
-        from train.engines.answers.answer_parts import write_server_parts  # needs the extra serve
+    def _ask_server(self, wanted: Answers, numbers: Sequence[int]) -> tuple[int, Counter[str]]:
+        """Let a server make the answers with these numbers. Returns the number of tokens that were
+        generated, and how many answers were left out for which reason."""
+        from train.engines.answers.server_answers import ask_missing  # needs the extra serve
 
         config = self.config
         assert config.server is not None
-        done = len(jobs) - sum(len(part.jobs) for part in parts)
-        return write_server_parts(
-            parts,
-            jobs.examples,
+        return ask_missing(
+            wanted,
+            numbers,
             self.corpus,
             self.target,
             config.server,
@@ -300,78 +301,69 @@ class GenerateStage(Stage[GenerateConfig]):
                 config.seed,
                 self.target.eos_token_ids,
             ),
-            directory=self.directory,
+            together=min(config.part_prompts, len(wanted.keys)),
             ranks=Ranks.of(self.accelerator),
             layers=self._kept_layers,
-            on_states=self._write_states,
-            on_progress=lambda answered, note: bar.update(done + answered, note),
+            on_states=partial(self._write_states, wanted),
+            on_answer=self._one_more,
             say=lambda problem: self.reporter.say(f"  {problem}"),
         )
 
-    def _write_part(
-        self, part: AnswerPart, grammars: Mapping[str | None, Grammar], bar: Bar
+    def _answer_some(
+        self, wanted: Answers, numbers: Sequence[int], grammars: Mapping[str | None, Grammar]
     ) -> int:
-        """Returns the number of tokens that were generated. grammars: by the schemas of rows."""
-        # With answers that other parts had.
-        answers = {row: answer.tokens for row, answer in part.journal.read(part.keys).items()}
-        jobs = list(zip(part.keys, part.jobs, strict=True))
-        missing = [
-            (row, self.corpus.prompt(e), grammars.get(e.schema))
-            for row, (e, _) in jobs
-            if row not in answers
-        ]
+        """Make the answers with these numbers, and keep them. Returns the number of tokens that
+        were generated. grammars: by the schemas of rows."""
+        examples = wanted.examples_of(numbers)
+        schemas = values(examples, "schema")
+        asked = zip(numbers, self.corpus.each_prompt(examples), schemas, strict=True)
         # Prompts of similar length come together: less padding. Equal ones are read once.
-        missing.sort(key=lambda item: (len(item[1]), item[1]))
-        row_ids = [row for row, *_ in missing]
-        first = min(part.keys) + len(answers)
-        prompts, held = [prompt for _, prompt, _ in missing], [grammar for *_, grammar in missing]
-        outputs, states = self._answer(prompts, held, row_ids, first, bar)
-        answers |= dict(zip(row_ids, outputs, strict=True))
-        if states:
-            texts = [prompt + answer for prompt, answer in zip(prompts, outputs, strict=True)]
-            read = zip(row_ids, texts, strict=True)
-            self._write_states(part, answers, {row: (text, states[row]) for row, text in read})
-        write_answers(
-            part.directory,
-            (
-                {"id": e.id, "sample": sample, "key": part.keys[row], "tokens": answers[row]}
-                for row, (e, sample) in jobs
-            ),
-            part.meta,
-        )
-        part.journal.remove()
+        rows = sorted(asked, key=lambda row: (len(row[1]), row[1]))
+        numbers, prompts = [number for number, *_ in rows], [prompt for _, prompt, _ in rows]
+        draws = [draw_number(wanted.keys[number]) for number in numbers]
+        outputs, kept = self._answer(prompts, [grammars.get(x) for *_, x in rows], draws)
+        answers = dict(zip(numbers, outputs, strict=True))
+        texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+        if kept:
+            self._write_states(
+                wanted, answers, {numbers[row]: (texts[row], x) for row, x in kept.items()}
+            )
+        wanted.add({number: {"tokens": output} for number, output in answers.items()})
         return sum(map(len, outputs))
 
     def _write_states(
         self,
-        part: AnswerPart,
+        wanted: Answers,
         answers: Mapping[int, list[int]],
         kept: Mapping[int, tuple[list[int], dict[int, Tensor]]],
     ) -> None:
-        """Write the states that a part's rows have, as a later stage looks for them: those of the
-        samples that a training has of their answers. kept: what the target read of a row, and its
+        """Write the states of answers, as a later stage looks for them: those of the samples that a
+        training has of their answers. kept: what the target read of an answer's text, and its
         states."""
         names, stored = list[tuple[str, str]](), defaultdict[int, list[Tensor]](list)
         cache = max(self._readers, key=lambda cache: cache.max_length)
         longest = min(cache.max_length, self.target.max_positions)
-        for row, (example, number) in zip(part.keys, part.jobs, strict=True):
-            if row not in kept:
-                continue
-            read, states = kept[row]
-            sample = self.corpus.answered(example, self.config.name, number, answers[row])
+        numbers = sorted(kept)
+        examples = wanted.examples_of(numbers)
+        rows = zip(numbers, values(examples, "id"), self.corpus.each_prompt(examples), strict=True)
+        for number, name, prompt in rows:
+            (read, states), place = kept[number], number % wanted.samples
+            sample = self.corpus.answered(name, prompt, self.config.name, place, answers[number])
             if len(sample.tokens) > longest and cache.on_long == "drop":
                 continue
             sample = sample.cut(longest)
-            length = len(sample.tokens)
+            length, named = len(sample.tokens), (sample.id, text_sha256(sample.tokens, sample.mask))
             row_states = {layer: x[:length] for layer, x in states.items()}
             complete = all(len(x) == length for x in row_states.values())
-            if any(sample.mask) and complete and sample.tokens == read[:length]:
-                names.append((sample.id, text_sha256(sample.tokens, sample.mask)))
+            if not any(sample.mask) or not complete or sample.tokens != read[:length]:
+                continue
+            if named not in self._held:  # of a start that was killed before it kept the answers
+                names.append(named)
                 for layer, x in row_states.items():
                     stored[layer].append(x)
         if names:
-            number = int(part.directory.name.removeprefix(PART))
-            write_features(self.directory / STATES, number, names, stored, self._made_with)
+            directory = self.directory / STATES
+            write_features(directory, next(self._free), names, stored, self._made_with)
 
     @cached_property
     def _made_with(self) -> dict[str, Any]:
@@ -382,23 +374,19 @@ class GenerateStage(Stage[GenerateConfig]):
         prompts: list[list[int]],
         grammars: list[Grammar | None],
         row_ids: list[int],
-        first: int,
-        bar: Bar,
     ) -> tuple[list[list[int]], dict[int, dict[int, Tensor]]]:
-        """The answers, and the hidden states of each row that later stages ask for. They lack
+        """The answers, and by place the hidden states of each that later stages ask for. They lack
         that of a text's last token if it ends a grammar's text or fills the target's context. Each
         answer's FLOPs include its whole prompt, also where equal prompts are read once."""
         config, target = self.config, self.target
         answers: list[list[int]] = []
         states: dict[int, dict[int, Tensor]] = {}
-        if not prompts:
-            return answers, states
         if config.num_beams > 1:
             for begin in range(0, len(prompts), config.batch_size):
                 answers += _beam_search(target, prompts[begin : begin + config.batch_size], config)
-                bar.update(first + len(answers))
+                for _ in range(begin, len(answers)):
+                    self._one_more()
             return answers, states
-        ended = itertools.count(first + 1)
         sampling, most = config.sampling.build(), config.max_new_tokens
         keeper = KeptStates(self._kept_layers)
         settings = [RowSettings(replace(sampling, grammar=x), config.seed) for x in grammars]
@@ -412,9 +400,9 @@ class GenerateStage(Stage[GenerateConfig]):
             most += 1
 
         def on_end(number: int, _: list[int]) -> None:
-            bar.update(next(ended))
+            self._one_more()
             if self._kept_layers:
-                states[row_ids[number]] = keeper.take(number)
+                states[number] = keeper.take(number)
 
         decoder = Decoder(
             target.model,

@@ -30,7 +30,7 @@ from train.base.stage import (
     StagePlot,
     StageResult,
 )
-from train.data.read import Example, select, spread
+from train.data.read import Example, select, spread, values
 from train.loop.estimates import (
     PROMPTS_MEASURED,
     activation_bytes,
@@ -164,7 +164,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         serving = Serving(
             self.config,
             stream,
-            self.corpus.prompt,
+            self.corpus.prompts,
             target,
             drafter,
             student,
@@ -217,7 +217,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         config = self.config
         stream = self.corpus.answerable(config.split, config.name)
         if config.kinds is not None:
-            kinds = [example.kind for example in stream]
+            kinds = values(stream, "kind")
             if missing := sorted(set(config.kinds) - set(kinds)):
                 known = ", ".join(sorted({kind for kind in kinds if kind is not None})) or "none"
                 raise UserError(
