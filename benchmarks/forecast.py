@@ -11,6 +11,7 @@ training learn from the same answers. --quick has short answers and few prompts 
 there already is kept.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -100,13 +101,15 @@ def main(
     reporter.table(rows_table("forecast and outcome", [_cells(row) for row in found], left=3))
     held = {figure: _share(row[figure]["inside"] for row in found) for figure in FIGURES}
     best = {figure: _share(_best(found, figure)) for figure in FIGURES}
+    as_good = {figure: _share(_best(found, figure, noisy=True)) for figure in FIGURES}
     for figure, name in zip(FIGURES, ("tokens per step", "speed-up"), strict=True):
         reporter.say(
-            f"{name}: {_said(held[figure])} inside; best kind right: {_said(best[figure])}"
+            f"{name}: {_said(held[figure])} inside; best kind right: {_said(best[figure])}, within "
+            f"noise: {_said(as_good[figure])}"
         )
     if json_file is not None:
-        figures = {"rows": found, "held": held, "best": best, "process": describe_machine()}
-        write_json(json_file, {"benchmark": "forecast", **figures})
+        figures = {"rows": found, "held": held, "best": best, "as_good": as_good}
+        write_json(json_file, {"benchmark": "forecast", **figures, "process": describe_machine()})
 
 
 def _lines(data: Path, count: int) -> list[str]:
@@ -194,10 +197,15 @@ def compared(said: Forecast, report: Mapping[str, Any]) -> Iterator[dict[str, An
         if not line.trained or line.tokens_per_step is None:
             continue
         outcome = outcomes[line.name]
-        speed = outcome["speedup_without_prefill"] or {}
         figures = {
-            "tokens_per_step": (line.tokens_per_step, outcome["tokens_per_step"]),
-            "speedup": (line.cells[0].speedup if line.cells else None, speed.get("value")),
+            "tokens_per_step": (
+                line.tokens_per_step,
+                outcome["tokens_per_step_interval"] or {"value": outcome["tokens_per_step"]},
+            ),
+            "speedup": (
+                line.cells[0].speedup if line.cells else None,
+                outcome["speedup_without_prefill"],
+            ),
         }
         yield {
             "kind": line.name,
@@ -210,22 +218,31 @@ def compared(said: Forecast, report: Mapping[str, Any]) -> Iterator[dict[str, An
         }
 
 
-def _beside(given: Range | None, outcome: float | None) -> dict[str, Any]:
-    inside = None
+def _beside(given: Range | None, measured: Mapping[str, float] | None) -> dict[str, Any]:
+    """noise: half the width of the 95% interval of what came out, 0 if it has none."""
+    measured = measured or {}
+    outcome, inside = measured.get("value"), None
     if given is not None and outcome is not None:
         inside = given.low <= outcome <= given.high
-    return {"forecast": given and asdict(given), "outcome": outcome, "inside": inside}
+    noise = (measured["high"] - measured["low"]) / 2 if "low" in measured else 0.0
+    beside = {"forecast": given and asdict(given), "outcome": outcome}
+    return beside | {"inside": inside, "noise": noise}
 
 
-def _best(found: Sequence[dict[str, Any]], figure: str) -> Iterator[bool | None]:
-    """Whether the kind that was forecast best came out best, by training."""
+def _best(
+    found: Sequence[dict[str, Any]], figure: str, *, noisy: bool = False
+) -> Iterator[bool | None]:
+    """Whether the kind that was forecast best came out best, by training. noisy: or less than the
+    noise of the difference below the best."""
     for number in sorted({row["training"] for row in found}):
-        rows = [row[figure] | {"kind": row["kind"]} for row in found if row["training"] == number]
+        rows = [row[figure] for row in found if row["training"] == number]
         if any(row["inside"] is None for row in rows):
             yield None
         else:
             named = max(rows, key=lambda row: row["forecast"]["value"])
-            yield named["outcome"] == max(row["outcome"] for row in rows)
+            best = max(rows, key=lambda row: row["outcome"])
+            noise = math.hypot(best["noise"], named["noise"]) if noisy else 0.0
+            yield best["outcome"] - named["outcome"] <= noise
 
 
 def _share(values: Iterator[bool | None]) -> list[int]:

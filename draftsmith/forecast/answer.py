@@ -12,6 +12,8 @@ from decode.costs import Costs
 from draftsmith.forecast.curve import tokens_per_step
 
 QUANTILES = (0.05, 0.5, 0.95)
+# A drafter is named if it is slower than plain decoding with so many of the curves.
+MAY_LOSE = 0.3
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,24 @@ class Cell:
     """A drafter at one load and length: rows that are decoded together, and tokens of each before
     the step. pays_above: the cost of a step in plain steps of as many rows, so the tokens per step
     above which drafts pay. speedup: of the steps after the prompt, over plain decoding of as many
-    rows; None: no acceptance is known."""
+    rows. slower: how likely it is below 1. Both are None if no acceptance is known."""
 
     load: int
     length: int
     pays_above: float
     costs: Costs
     speedup: Range | None = None
+    slower: float | None = None
 
     @property
     def where(self) -> str:
         return where(self.load, self.length)
 
-    def gains(self, tokens: np.ndarray) -> Range:
-        """The speed-up for draws of the tokens per step, float64 [N]."""
+    def judged(self, tokens: np.ndarray) -> "Cell":
+        """With the speed-up for draws of the tokens per step, float64 [N]."""
         normal = np.random.default_rng(1).standard_normal(len(tokens))
-        return Range.of(tokens / (self.pays_above * np.exp(self.costs.noise * normal)))
+        gains = tokens / (self.pays_above * np.exp(self.costs.noise * normal))
+        return replace(self, speedup=Range.of(gains), slower=float((gains < 1).mean()))
 
 
 @dataclass(frozen=True)
@@ -212,17 +216,17 @@ def advice(lines: Sequence[Line], rows: int, *, narrower: bool = True) -> str:
 
 
 def losers(lines: Sequence[Line]) -> list[str]:
-    """A sentence that names the drafters that probably lose, at the first load and length."""
+    """A sentence that names the drafters that may well lose, at the first load and length."""
     lose = {
-        line.name: cell.where
+        f"{line.name} ({cell.slower:.0%})": cell.where
         for line in lines
         for cell in line.cells[:1]
-        if cell.speedup is not None and cell.speedup.value < 1
+        if cell.slower is not None and cell.slower >= MAY_LOSE
     }
     if not lose:
         return []
     place = next(iter(lose.values()))
-    return [f"probably slower than plain decoding {place}: {', '.join(lose)}"]
+    return [f"how likely drafters are slower than plain decoding {place}: {', '.join(lose)}"]
 
 
 def engine_advice(lines: Sequence[Line]) -> list[str]:

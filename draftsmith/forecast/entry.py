@@ -8,7 +8,7 @@ drafts costs here (`forecast.worth`).
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from draftsmith.forecast.answer import (
     engine_advice,
     losers,
 )
-from draftsmith.forecast.curve import Point, acceptance_at, tokens_per_step
+from draftsmith.forecast.curve import acceptance_at, tokens_per_step
 from draftsmith.forecast.engine_speed import ServedDrafter, measure_engines
 from draftsmith.forecast.pilots import (
     FEWEST_ROWS,
@@ -41,6 +41,7 @@ from draftsmith.forecast.pilots import (
     seconds_at,
     write_data,
 )
+from draftsmith.forecast.planned_stages import kind_of
 from draftsmith.forecast.worth import Worksite
 from train.base.provenance import describe_process
 from train.base.run_files import forecast_of, stage_directory
@@ -129,9 +130,9 @@ def forecast(
         protocol = replace(settings.protocol(trained=False), timed_prompts=0)
         found = evaluate(target, open_drafter(name, target), asked, protocol).to_dict()
         if found["reached"]:
-            outcome = PilotResult.of(name, found, 1.0)
+            outcome = PilotResult.of(name, found, total)
             line, missing = site.weigh(name, outcome, trained=False)
-            lines.append(_judged(line, [(total, outcome)], total))
+            lines.append(_judged(line, [outcome], {total: outcome.point.again()}, total))
             notes += missing
         else:
             notes.append(f"{name} drafts nothing after these prompts")
@@ -149,12 +150,7 @@ def forecast(
         say(f"training on {rows} of {total} rows")
         pilots.append(train(rows))
     if pilots:
-        lines = [
-            _judged(line, [(p.rows, p.drafters[line.name]) for p in pilots], total)
-            if line.trained
-            else line
-            for line in lines
-        ]
+        lines = _after_training(lines, pilots, config, total)
         shared = seconds_at(total, [(pilot.rows, pilot.shared_seconds) for pilot in pilots])
     here = format_machine(describe_process()["machine"])
     result = Forecast(
@@ -239,7 +235,7 @@ def _pilot(
     with begun(settings, quiet=quiet, allow_changes=more) as run:
         run.loaded = target
         run.execute()
-        return read_pilot(run, rows, total)
+        return read_pilot(run, rows)
 
 
 def _has_other_stages(config: RunConfig) -> bool:
@@ -262,37 +258,59 @@ def _has_other_stages(config: RunConfig) -> bool:
     return not differences(old, new)
 
 
-def _judged(line: Line, measured: Sequence[tuple[int, PilotResult]], total: int) -> Line:
-    """The line with what the drafter accepts after all of the data. measured: by rows, ascending.
-    total: rows of all of the data."""
-    points = [one.point for _, one in measured]
-    draws = acceptance_at(1.0, points)
-    tokens = tokens_per_step(draws)
-    others = {
-        round(share * total): Range.of(tokens_per_step(acceptance_at(share, points)))
-        for share in OTHER_SHARES
+def _after_training(
+    lines: Sequence[Line], pilots: Sequence[Pilot], config: RunConfig, total: int
+) -> list[Line]:
+    """The lines, those of the stages with what they accept after all of the data. total: its
+    rows."""
+    measured = {
+        line.name: [pilot.drafters[line.name] for pilot in pilots] for line in lines if line.trained
     }
-    times = [(rows, one.seconds) for rows, one in measured]
+    kinds = {stage.name: kind_of(stage) for stage in config.stages}
+    sizes = [total, *(round(share * total) for share in (*OTHER_SHARES, *PARTS))]
+    draws = acceptance_at(
+        sizes,
+        {name: (kinds[name], [one.point for one in found]) for name, found in measured.items()},
+    )
+    return [
+        _judged(line, found, dict(zip(sizes, draws[line.name], strict=True)), total)
+        if (found := measured.get(line.name))
+        else line
+        for line in lines
+    ]
+
+
+def _judged(
+    line: Line, measured: Sequence[PilotResult], draws: Mapping[int, np.ndarray], total: int
+) -> Line:
+    """The line with what the drafter accepts after all of the data. measured: by rows, ascending.
+    draws: of the acceptance by place, [N, D], by rows. total: rows of all of the data."""
+    tokens = {rows: tokens_per_step(one) for rows, one in draws.items()}
+    line = replace(
+        line,
+        tokens_per_step=Range.of(tokens[total]),
+        acceptance=[Range.of(place) for place in draws[total].T],
+        measured={one.point.rows: one.tokens_per_step for one in measured},
+        cells=[cell.judged(tokens[total]) for cell in line.cells],
+        engines=[cell.judged(draws[total]) for cell in line.engines],
+    )
+    if not line.trained:
+        return line
+    others = [round(share * total) for share in OTHER_SHARES]
     return replace(
         line,
-        tokens_per_step=Range.of(tokens),
-        acceptance=[Range.of(place) for place in draws.T],
-        measured={rows: one.tokens_per_step for rows, one in measured},
-        with_rows=others if line.trained else {},
-        seconds=seconds_at(total, times) if line.trained else None,
-        cells=[replace(cell, speedup=cell.gains(tokens)) for cell in line.cells],
-        engines=[cell.judged(draws) for cell in line.engines],
-        enough=_enough(points, tokens, total) if line.trained else None,
+        with_rows={rows: Range.of(tokens[rows]) for rows in others},
+        seconds=seconds_at(total, [(one.point.rows, one.seconds) for one in measured]),
+        enough=_enough(tokens, total),
     )
 
 
-def _enough(points: Sequence[Point], tokens: np.ndarray, total: int) -> int:
-    """The rows that should do. tokens: per step, draws after a training on all of them."""
+def _enough(tokens: Mapping[int, np.ndarray], total: int) -> int:
+    """The rows that should do. tokens: per step, draws by rows; each draw is one curve."""
     for share in PARTS:
-        # The same curves are drawn for each share.
-        kept = tokens_per_step(acceptance_at(share, points)) / tokens
-        if np.quantile(kept, 1 - VERY_LIKELY) >= 1 - MOST_LOST:
-            return round(share * total)
+        rows = round(share * total)
+        if np.quantile(tokens[rows] / tokens[total], 1 - VERY_LIKELY) >= 1 - MOST_LOST:
+            return rows
     return total
 
 

@@ -50,11 +50,11 @@ class PilotResult:
         cls,
         spec: str,
         found: Mapping[str, Any],
-        share: float,
+        rows: int,
         seconds: float = 0.0,
         target: Path | None = None,
     ) -> "PilotResult":
-        """found: the figures of an evaluation, as JSON values. share: of the data."""
+        """found: the figures of an evaluation, as JSON values. rows: that it was trained on."""
         reached = np.array(found["reached_by_position"], dtype=np.float64)
         rates = [rate or 0.0 for rate in found["acceptance_by_position"]]
         accepted = reached * np.array(rates)
@@ -65,7 +65,7 @@ class PilotResult:
         spread = spread_of(reached, accepted, found["steps"], error)
         return cls(
             spec,
-            Point(share, reached, accepted, spread),
+            Point(rows, reached, accepted, spread),
             1 + found["nodes_per_step"],
             found["tokens_per_step"],
             seconds,
@@ -167,8 +167,8 @@ def pilot_config(
     return validate_config(values, base_dir=Path())
 
 
-def read_pilot(run: Run, rows: int, total: int) -> Pilot:
-    """What a finished small run measured. total: rows of the whole train split."""
+def read_pilot(run: Run, rows: int) -> Pilot:
+    """What a finished small run measured."""
     report, drafters = run.report, run.drafters
 
     def new_target(stage: str) -> Path | None:
@@ -185,7 +185,7 @@ def read_pilot(run: Run, rows: int, total: int) -> Pilot:
             name: PilotResult.of(
                 str(drafters[name]),
                 row["evaluation"],
-                rows / total,
+                rows,
                 seconds[name],
                 new_target(name),
             )

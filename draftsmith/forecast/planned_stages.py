@@ -35,7 +35,7 @@ def read_with_kinds(
             f"--kinds has {unknown[0]!r}; expected of {', '.join(known)}."
             f"{nearest(unknown[0], known)}"
         )
-    have, said = {_kind(stage): stage.name for stage in config.stages}, list[str]()
+    have, said = {kind_of(stage): stage.name for stage in config.stages}, list[str]()
     added = list[str]()
     for kind in known:  # in one order, so that a forecast that goes on has the same stages
         if kind in kinds and kind in have:
@@ -52,7 +52,8 @@ def read_with_kinds(
     return source, said
 
 
-def _kind(stage: Any) -> str:
+def kind_of(stage: Any) -> str:
+    """The kind of drafter that a stage of a config makes, "" if it is none of those here."""
     if stage.kind == "heads":
         return str(stage.heads.type)
     return SMALL_LM if stage.kind == "distill" else ""
@@ -62,7 +63,7 @@ def _stage(kind: str, config: RunConfig) -> dict[str, Any]:
     stage: dict[str, Any] = {"name": kind, "kind": "heads", "heads": {"type": kind}}
     if kind == SMALL_LM:
         stage = {"name": kind, "kind": "distill", "drafter": {"layers": _layers(config.target)}}
-    trained = [x for x in config.stages if _kind(x)]
+    trained = [x for x in config.stages if kind_of(x)]
     if trained:
         last: Any = trained[-1].model_dump(mode="json", exclude_unset=True)
         stage |= {key: last[key] for key in SHARED if key in last}
