@@ -18,11 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.float32_products import product as multiplied
+from distill.float32_products import runs
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Signal, Teacher
 
 # Float32 numbers per block of rows on a CPU. A few such blocks fit into its cache.
 CPU_BLOCK = 1 << 18
+# Bytes of logits that oneDNN makes at a time, because it makes them in memory of its own.
+MADE = 3 << 23
 
 
 def chunked_loss(
@@ -155,7 +159,7 @@ class LossSum:
                 len(losses), len(self.weighted_loss.names), dtype=torch.float64, device=device
             )
             value = sums.new_zeros(())
-            for places, tokens in _chunks(losses, self.chunk):
+            for places, tokens in _chunks(losses, self._chunk_size(products)):
                 signal = None if teacher is None else teacher(places)
                 for number, part in tokens:
                     loss = losses[number]
@@ -176,6 +180,12 @@ class LossSum:
             before = torch.zeros_like(value) if self._total is None else self._total
         self._total = _WithGradients.apply(before, value, gradients, *inputs)
         return sums
+
+    def _chunk_size(self, products: Sequence[Sequence[_Product]]) -> int:
+        """`chunk`, or fewer tokens where oneDNN makes the logits."""
+        weights = [first.layer.values for first, *_ in products]
+        row = max(weight[:, 0].nbytes for weight in weights)
+        return min(self.chunk, max(1, MADE // row)) if runs(*weights) else self.chunk
 
     def _add_chunk(
         self,
@@ -202,11 +212,11 @@ class LossSum:
         )
         for product in products:
             if product.gradient is not None:
-                product.gradient[part] = logits @ product.layer.values
+                product.gradient[part] = multiplied(logits, product.layer.values.t())
             gradient = product.layer.gradient
             if gradient is None:
                 continue
-            if gradient.dtype == logits.dtype:
+            if gradient.dtype == logits.dtype and not runs(logits):
                 gradient.addmm_(logits.t(), product.inputs[part], alpha=loss.scale)
                 continue
             # On a CPU some rows at a time: in its cache they become float32 at no cost.
@@ -214,7 +224,9 @@ class LossSum:
             step = max(1, CPU_BLOCK // gradient.shape[1]) if on_cpu else count
             for begin in range(0, count, step):
                 rows = slice(begin, begin + step)
-                added = logits[:, rows].t() @ product.inputs[part]
+                # A copy, because in `logits` the numbers of a column are far apart.
+                block = logits[:, rows].contiguous()
+                added = multiplied(block.t(), product.inputs[part].t())
                 gradient[rows].add_(added, alpha=loss.scale)
         if bias is not None and bias.gradient is not None:
             of_bias = logits.sum(0, dtype=bias.gradient.dtype)
@@ -227,6 +239,11 @@ class LossSum:
         """Logits in memory that the next ones overwrite."""
         first, *others = products
         inputs, weight = first.inputs[part], first.layer.values
+        if runs(inputs, weight):
+            logits = multiplied(inputs, weight, None if bias is None else bias.values)
+            for added in others:
+                logits.add_(multiplied(added.inputs[part], added.layer.values))
+            return logits
         size = len(inputs) * len(weight)
         if self._memory is None or len(self._memory) < size or self._memory.dtype != weight.dtype:
             self._memory = None  # before there is the next one
