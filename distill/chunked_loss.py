@@ -25,8 +25,6 @@ from distill.teacher.teacher_signal import Signal, Teacher
 
 # Float32 numbers per block of rows on a CPU. A few such blocks fit into its cache.
 CPU_BLOCK = 1 << 18
-# Bytes of logits that oneDNN makes at a time, because it makes them in memory of its own.
-MADE = 3 << 23
 
 
 def chunked_loss(
@@ -159,7 +157,7 @@ class LossSum:
                 len(losses), len(self.weighted_loss.names), dtype=torch.float64, device=device
             )
             value = sums.new_zeros(())
-            for places, tokens in _chunks(losses, self._chunk_size(products)):
+            for places, tokens in _chunks(losses, self.chunk):
                 signal = None if teacher is None else teacher(places)
                 for number, part in tokens:
                     loss = losses[number]
@@ -180,12 +178,6 @@ class LossSum:
             before = torch.zeros_like(value) if self._total is None else self._total
         self._total = _WithGradients.apply(before, value, gradients, *inputs)
         return sums
-
-    def _chunk_size(self, products: Sequence[Sequence[_Product]]) -> int:
-        """`chunk`, or fewer tokens where oneDNN makes the logits."""
-        weights = [first.layer.values for first, *_ in products]
-        row = max(weight[:, 0].nbytes for weight in weights)
-        return min(self.chunk, max(1, MADE // row)) if runs(*weights) else self.chunk
 
     def _add_chunk(
         self,
@@ -236,7 +228,7 @@ class LossSum:
     def _chunk_logits(
         self, products: Sequence[_Product], bias: _Layer | None, part: slice
     ) -> Tensor:
-        """Logits in memory that the next ones overwrite."""
+        """Logits. The next ones overwrite them, unless oneDNN makes them."""
         first, *others = products
         inputs, weight = first.inputs[part], first.layer.values
         if runs(inputs, weight):
