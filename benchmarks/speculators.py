@@ -44,6 +44,7 @@ from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target, load_target
 from distill.choose_vocabulary import most_frequent
+from distill.float32_products import float32_products
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.command import tokenized_prompts
@@ -210,7 +211,8 @@ def measure_ours(
         loss, _ = module(ids, torch.ones_like(ids, dtype=torch.bool), states, weights)
         return loss
 
-    return measure_steps(heads.parameters(), loss_of, texts=texts, tokens=tokens, half=half)
+    with float32_products(module):
+        return measure_steps(heads.parameters(), loss_of, texts=texts, tokens=tokens, half=half)
 
 
 def _text_tokens(target: Target) -> list[int]:

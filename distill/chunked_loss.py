@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distill.float32_products import product as multiplied
+from distill.float32_products import runs
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Signal, Teacher
 
@@ -202,11 +204,11 @@ class LossSum:
         )
         for product in products:
             if product.gradient is not None:
-                product.gradient[part] = logits @ product.layer.values
+                product.gradient[part] = multiplied(logits, product.layer.values.t())
             gradient = product.layer.gradient
             if gradient is None:
                 continue
-            if gradient.dtype == logits.dtype:
+            if gradient.dtype == logits.dtype and not runs(logits):
                 gradient.addmm_(logits.t(), product.inputs[part], alpha=loss.scale)
                 continue
             # On a CPU some rows at a time: in its cache they become float32 at no cost.
@@ -214,7 +216,9 @@ class LossSum:
             step = max(1, CPU_BLOCK // gradient.shape[1]) if on_cpu else count
             for begin in range(0, count, step):
                 rows = slice(begin, begin + step)
-                added = logits[:, rows].t() @ product.inputs[part]
+                # A copy, because in `logits` the numbers of a column are far apart.
+                block = logits[:, rows].contiguous()
+                added = multiplied(block.t(), product.inputs[part].t())
                 gradient[rows].add_(added, alpha=loss.scale)
         if bias is not None and bias.gradient is not None:
             of_bias = logits.sum(0, dtype=bias.gradient.dtype)
@@ -224,9 +228,14 @@ class LossSum:
     def _chunk_logits(
         self, products: Sequence[_Product], bias: _Layer | None, part: slice
     ) -> Tensor:
-        """Logits in memory that the next ones overwrite."""
+        """Logits. The next ones overwrite them, unless oneDNN makes them."""
         first, *others = products
         inputs, weight = first.inputs[part], first.layer.values
+        if runs(inputs, weight):
+            logits = multiplied(inputs, weight, None if bias is None else bias.values)
+            for added in others:
+                logits.add_(multiplied(added.inputs[part], added.layer.values))
+            return logits
         size = len(inputs) * len(weight)
         if self._memory is None or len(self._memory) < size or self._memory.dtype != weight.dtype:
             self._memory = None  # before there is the next one

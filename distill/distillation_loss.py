@@ -8,16 +8,19 @@ from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from decode.model.forward.low_rank_output import LowRankLinear
 from distill.agreement import Agreement, agreement_sums
 from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
+from distill.short_attention import trained_attention
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import SplitModel, added_bias
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
+
+AttentionInterface.register("sdpa", trained_attention)
 
 
 class Distillation(nn.Module):
@@ -91,9 +94,13 @@ class Distillation(nn.Module):
         return self.loss(hidden, input_ids[rows, columns + 1], teacher)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """[B, T, H]: the student's hidden state after each token. int64 [B, T] each."""
+        """[B, T, H]: the student's hidden state after each token. int64 [B, T] each.
+
+        The mask is not read: rows are padded on the right, so no token sees padding before it. Some
+        kernels are faster without a mask (`distill.short_attention`).
+        """
         hidden: Tensor = self.student.base_model(
-            input_ids=self.known(input_ids), attention_mask=attention_mask, use_cache=False
+            input_ids=self.known(input_ids), use_cache=False
         ).last_hidden_state
         return hidden
 

@@ -18,6 +18,7 @@ from decode.model.hidden_states import FINAL
 from decode.model.pretrained import replaced
 from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import LossSum, TokenLoss
+from distill.float32_products import product
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
 from distill.teacher.live_teacher import output_rows
@@ -281,7 +282,7 @@ class HeadTraining(nn.Module):
 
         @torch.no_grad()
         def teacher(part: slice) -> TeacherLogits:
-            return TeacherLogits(linear(states[places[part]].to(weight.dtype), weight, bias))
+            return TeacherLogits(product(states[places[part]].to(weight.dtype), weight, bias))
 
         return teacher, numbers
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from distill import float32_products
 from distill.flops import TextFlops, layers_flops
 from draftsmith.cli.main import app
 from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
@@ -32,6 +33,12 @@ from train.run.run import Run
 from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+@pytest.fixture
+def known_products(monkeypatch):
+    """Products that PyTorch's counter of FLOPs knows: it knows none of oneDNN's."""
+    monkeypatch.setattr(float32_products, "is_faster", lambda: False)
 
 
 # --- the profile ----------------------------------------------------------------------------------
@@ -236,6 +243,7 @@ STAGES = {
 }
 
 
+@pytest.mark.usefixtures("known_products")
 @pytest.mark.parametrize("name", STAGES)
 def test_the_rule_of_a_stage_is_near_what_its_step_needs(tmp_path, monkeypatch, name):
     """Off by padding, by heads that have fewer tokens to learn from at the end of a text, and by
@@ -247,6 +255,7 @@ def test_the_rule_of_a_stage_is_near_what_its_step_needs(tmp_path, monkeypatch, 
     assert rule == pytest.approx(counted, rel=0.1)
 
 
+@pytest.mark.usefixtures("known_products")
 @pytest.mark.parametrize("kind", ["feature_cache", "teacher_cache"])
 def test_the_work_of_a_cache_is_what_its_passes_need(tmp_path, kind):
     """One row a batch, so there is no padding."""

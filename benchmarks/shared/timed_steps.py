@@ -6,7 +6,7 @@ Of ours it imports only what measures memory, which needs psutil.
 import gc
 from collections.abc import Callable, Iterable
 from statistics import median
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import torch
@@ -30,9 +30,10 @@ def measure_steps(
     """Take one step on each text: forward, backward, clipping, AdamW. One thread, on the CPU.
 
     loss_of(text, tokens): the loss of the first `tokens` tokens of a text. half: forward under
-    autocast to bfloat16. Returns the median of the seconds; the loss and the gradient's norm of
-    each step; and the peak memory in bytes above that before the first step, which has weights and
-    texts, but no activations, gradients and moments of AdamW.
+    autocast to bfloat16. Returns the median of the processor's seconds, which other programs
+    disturb less; the loss and the gradient's norm of each step; and the peak memory in bytes above
+    that before the first step, which has weights and texts, but no activations, gradients and
+    moments of AdamW.
     """
     torch.set_num_threads(1)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -53,12 +54,12 @@ def measure_steps(
     before = resident_memory()
     seconds, losses, norms = [], [], []
     for text in range(texts):
-        start = perf_counter()
+        start = process_time()
         losses.append(backward(text, tokens))
         norms.append(float(nn.utils.clip_grad_norm_(trained, CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(perf_counter() - start)
+        seconds.append(process_time() - start)
     return {
         "seconds": median(seconds),
         "step_seconds": seconds,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.base.device import to_device
 from decode.model.hidden_states import Recorder
+from distill.float32_products import float32_products
 from distill.teacher.decoder_states import decoder_states, padded_sources
 
 
@@ -57,7 +58,7 @@ class LiveFeatures:
     ) -> Mapping[int, Tensor]:
         """See `FeatureSource`."""
         with self._timed():
-            with self._recorder.recording() as features:
+            with self._recorder.recording() as features, float32_products(self._model):
                 if self._sources is None:
                     self._model.base_model(
                         input_ids=input_ids, attention_mask=attention_mask, use_cache=False

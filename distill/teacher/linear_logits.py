@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.compiled import uncompiled
 from decode.model.pretrained import has_encoder, input_device, require_present
+from distill.float32_products import float32_products
 from distill.teacher.decoder_states import decoder_states
 from distill.teacher.live_teacher import SplitModel, added_bias
 
@@ -28,7 +29,7 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     split = SplitModel(stack, output, added_bias(model))
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), float32_products(model):  # of both in the same way
         probe = (
             torch.arange(4, device=input_device(model))[None]
             % model.config.get_text_config().vocab_size

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.model.hidden_states import FINAL
+from distill.float32_products import float32_products, product
 from distill.teacher.feature_sources import FeatureSource
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
 
@@ -42,9 +42,10 @@ class SplitModel:
     def hidden(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return [B, T, H] for int64 ids and mask [B, T]."""
         assert self.stack is not None, "a model with an encoder reads sources too"
-        return self.stack(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+        with float32_products(self.stack):
+            return self.stack(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            ).last_hidden_state
 
 
 def added_bias(model: PreTrainedModel) -> Tensor | None:
@@ -110,7 +111,7 @@ class LiveTeacher:
         @torch.no_grad()
         def teacher(part: slice) -> TeacherLogits:
             with self._timed():
-                return TeacherLogits(F.linear(hidden[part], self._weight, self._bias))
+                return TeacherLogits(product(hidden[part], self._weight, self._bias))
 
         return teacher
 

@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend
 from distill.chunked_loss import at_least_float32
-from heads.layers.short_attention import short_attention
+from distill.short_attention import SHORT, short_attention
 
 aten = torch.ops.aten
 # The queries whose scores are in memory at a time, where no kernel of PyTorch fits.
@@ -70,7 +70,7 @@ def causal_attention(
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)
     if window is not None and queries.shape[2] > window.size:
         return merged_attention(queries, [keys], [values], window)
-    if queries.device.type == "cpu" and values.dtype.itemsize == 2 and queries.shape[2] <= BLOCK:
+    if queries.device.type == "cpu" and values.dtype.itemsize == 2 and queries.shape[2] <= SHORT:
         return short_attention(queries, keys, values)
     if queries.shape[1] == keys.shape[1] or _has_kernel(queries, keys, values):
         return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)

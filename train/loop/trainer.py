@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
+from distill.float32_products import float32_products
 from distill.flops import TextFlops
 from train.base.console import Reporter
 from train.base.stage import StageWork
@@ -330,7 +331,11 @@ class Trainer:
                 batch = collate(text.batch(number), self.task.pad_id)
                 tensors = inputs(batch, accelerator.device)
             final = number + 1 == last
-            with parallel.part(accelerator, self.module, last=final), self.clock("drafter"):
+            with (
+                parallel.part(accelerator, self.module, last=final),
+                self.clock("drafter"),
+                float32_products(self.module),
+            ):
                 loss, parts = self.task.step(self.module, tensors, batch["ids"])
                 # 0, or NaN if a loss is not finite. Then no rank has a gradient, with any engine.
                 found = loss.detach() + parts.sum()

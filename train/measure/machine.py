@@ -21,6 +21,7 @@ from decode.model.forward.prepare_model import (
 )
 from decode.model.forward.quantised_rows import NAMES
 from decode.model.loading import DTYPES
+from distill.float32_products import product
 from train.measure.time_passes import pass_seconds, seconds_by_turns, weight_bytes, weight_count
 
 GIB = 2**30
@@ -90,12 +91,13 @@ def register_speed(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def product_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a product of two square matrices. Their size grows
-    until a product is long enough."""
+    """Floating-point operations per second of a product of two square matrices, as trainings
+    multiply. Their size grows until a product is long enough."""
 
     def seconds_at(size: int, turns: int) -> float:
         x = torch.ones(size, size, device=device, dtype=dtype)
-        return seconds_by_turns([lambda: x @ x], turns=turns, budget=BUDGET, device=device)[0]
+        multiply = partial(product, x, x)
+        return seconds_by_turns([multiply], turns=turns, budget=BUDGET, device=device)[0]
 
     size = SMALLEST
     while size < LARGEST and seconds_at(size, 1) < LONG_PRODUCT:

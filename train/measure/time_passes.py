@@ -16,6 +16,7 @@ from decode.base.processor import computes_bfloat16
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import prepare
+from distill.float32_products import product
 
 CPU = torch.device("cpu")
 # A product that is timed to choose between dtypes.
@@ -71,7 +72,7 @@ def trains_in_bfloat16(device: torch.device) -> bool:
     products = []
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = (torch.ones(size, dtype=dtype) for size in sizes)
-        products.append(functools.partial(torch.matmul, x, weight))
+        products.append(functools.partial(product, x, weight))
     bfloat16, float32 = seconds_by_turns(products, turns=TRIAL_TURNS)
     return bfloat16 < float32
 
