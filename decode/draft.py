@@ -219,7 +219,7 @@ class Draft:
     asked: Sequence[Asked] = field(default=(), kw_only=True)
     went: int = field(default=0, kw_only=True)
     _ancestors: Tensor | None = field(default=None, repr=False)
-    _fed: tuple[Tensor, Tensor] | None = field(default=None, repr=False, kw_only=True)
+    _with_root: tuple[Tensor, Tensor] | None = field(default=None, repr=False, kw_only=True)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
     _children: Tensor | None = field(default=None, repr=False)
@@ -382,12 +382,12 @@ class Draft:
                 self._ancestors = to_device(ancestors, self.tokens.device)
         return self._ancestors
 
-    def fed(self) -> tuple[Tensor, Tensor]:
+    def with_root(self) -> tuple[Tensor, Tensor]:
         """Of the last committed token and the nodes of a tree: which of them each one may see, bool
         [B, N+1, N+1], and how many places each one is behind that token, int64 [B, N+1]."""
-        if self._fed is None:
-            self._fed = with_root(self.ancestors())
-        return self._fed
+        if self._with_root is None:
+            self._with_root = with_root(self.ancestors())
+        return self._with_root
 
     def children(self) -> Tensor:
         """int64 [B, N+1, K], K ≥ 1: row r lists the valid children of node r−1 in order (row 0: of

@@ -88,7 +88,7 @@ def leave_out(draft: Draft, keep: np.ndarray) -> None:
         some = packed.draft(draft.tokens, draft.q, q_rows, confidence=draft.confidence)
         draft.tokens, draft.parents, draft.q_rows = some.tokens, some.parents, some.q_rows
         draft.confidence, draft._host_parents = some.confidence, some._host_parents
-        draft._ancestors = draft._fed = None
+        draft._ancestors = draft._with_root = None
     if not width:
         draft.q = draft.q_rows = draft.parents = draft._host_parents = None
     draft.cut(sizes)

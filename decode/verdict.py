@@ -119,6 +119,12 @@ class Scores:
     def peaks_at(self, positions: Tensor) -> Tensor:
         """[B, P]: the largest processed logit at some positions of each row, int64 [B, P]. It is
         not finite if the model's logits are NaN or the processors mask all tokens."""
+        logits = self._logits
+        # What was drawn from only some distributions of a tree has not read all of them.
+        some = not isinstance(logits, Listed) and positions.shape[1] < logits.shape[1]
+        if some and self._found is None:
+            rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
+            return self.logits[rows_B1, positions].amax(-1)
         return self._peaks()[1].gather(1, positions)
 
 
@@ -197,7 +203,8 @@ class Verdict:
 
     @classmethod
     def read(cls, draft: Draft, scores: Scores, decision: Decision) -> "Verdict":
-        """The decision of a rule, copied to the host in one transfer."""
+        """The decision of a rule, on the host: in one transfer from a device. On a CPU the arrays
+        share the memory of its tensors."""
         positions, depth = decision.positions, decision.path.shape[1]
         is_finite, every = scores.peaks_at(positions).isfinite(), draft.tokens
         if reads_are_free(positions.device):

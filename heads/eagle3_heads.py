@@ -91,7 +91,8 @@ class Eagle3Heads(EagleHeads):
         attend: Attend,
         read: Tensor | None = None,
     ) -> Tensor:
-        embedded = self.embeddings(tokens).to(states.dtype)
+        dtype = self.dtype  # under autocast a norm returns float32
+        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)

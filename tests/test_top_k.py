@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.draft import Draft
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.rules import RULES
+from decode.rules.exact import longest_path
 from decode.verdict import Scores
 from tests.tiny import verify
 
@@ -81,3 +83,14 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
         RULES["top_k"](**options)
     with pytest.raises(UserError, match="tolerance is -1; expected nats"):
         RULES["top_k"](tolerance=-1)
+
+
+@pytest.mark.parametrize("parents", [None, torch.zeros(2, 0, dtype=torch.int64)])
+def test_nothing_drafted_has_no_path_on_a_device_either(
+    parents: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("decode.rules.exact.reads_are_free", lambda device: False)
+    draft = Draft(torch.zeros(2, 0, dtype=torch.int64), np.zeros(2, dtype=np.int64), None, parents)
+    path, *ends = longest_path(draft, torch.zeros(2, 0, dtype=torch.bool))
+    assert path.shape == (2, 0)
+    assert all(not end.any() for end in ends)

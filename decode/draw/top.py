@@ -33,7 +33,7 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def argmax(logits: Tensor) -> Tensor:
     """int64 [...]: the index of the first maximum of [..., V], or of a NaN without a sign if there
-    is one."""
+    is one. Where C++ does not look, −0 of 16 bits is less than 0."""
     found = _peaks_in_cpp(logits)
     if found is not None:
         return found[0]
@@ -59,7 +59,8 @@ def peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _peaks_in_cpp(logits: Tensor) -> tuple[Tensor, Tensor] | None:
     """`peaks`, which reads the logits once. None where C++ does not do it."""
-    if not reads_are_free(logits.device) or (found := few_rows.library(logits.dtype)) is None:
+    found = few_rows.library(logits.dtype) if reads_are_free(logits.device) else None
+    if found is None or not logits.shape[-1]:
         return None
     logits, shape = logits.contiguous(), logits.shape[:-1]
     places, most = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)

@@ -25,7 +25,7 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         return _longest_on_host(draft, passes)
     rows, nodes = draft.tokens.shape
     passes = passes & draft.valid()
-    if draft.is_chain:
+    if draft.is_chain or not nodes:
         accepted = passes.cumprod(1).sum(1)
         path = torch.arange(nodes, device=passes.device).expand(rows, -1)
         return path, accepted, torch.minimum(accepted + 1, draft.valid().sum(1)), accepted

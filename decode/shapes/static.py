@@ -61,10 +61,10 @@ class _Level:
 class _Plan:
     """A structure down to some depth, on a device. Built once and used in every round.
 
-    parents [N], ancestors [N, N] and fed: as in `Draft`, of one row. q_rows: int64 [N], the parent
-    of node i as a number among the expanded nodes; the root is 0. by_depth: int [D] on the host,
-    how many nodes there are at depth 1, 2, …. totals: int [D+1], how many there are down to depth
-    0, 1, ….
+    parents [N], ancestors [N, N] and with_root: as in `Draft`, of one row. q_rows: int64 [N], the
+    parent of node i as a number among the expanded nodes; the root is 0. by_depth: int [D] on the
+    host, how many nodes there are at depth 1, 2, …. totals: int [D+1], how many there are down to
+    depth 0, 1, ….
     """
 
     def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class _Plan:
         self.parents, self.q_rows = on_device(above), on_device(rows)
         ancestors = structure.ancestors()[:nodes, :nodes]
         self.ancestors = on_device(ancestors)
-        self.fed = with_root(self.ancestors[None])
+        self.with_root = with_root(self.ancestors[None])
         self.host_parents = above[None]
         by_depth = np.bincount(structure.depths[:nodes], minlength=1)
         self.by_depth, self.totals = by_depth[1:], by_depth.cumsum()
@@ -177,7 +177,10 @@ class FixedTree(Shape):
             drawn="distinct" if children.siblings == "distinct" else "independent",
             _chosen_rows=None if q is None else sampling.greedy_rows(rows),
             _ancestors=plan.ancestors.expand(rows, -1, -1),
-            _fed=(plan.fed[0].expand(rows, -1, -1), plan.fed[1].expand(rows, -1)),
+            _with_root=(
+                plan.with_root[0].expand(rows, -1, -1),
+                plan.with_root[1].expand(rows, -1),
+            ),
             _host_parents=plan.host_parents.repeat(rows, 0),
             _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
             confidence=torch.cat(children.sure, 1) if children.sure else None,

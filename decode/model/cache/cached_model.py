@@ -364,7 +364,7 @@ class CachedLM:
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
         if not draft.is_chain:
-            ancestors, depth = draft.fed()
+            ancestors, depth = draft.with_root()
         if beside:
             return self._beside(ids, start, counts, ancestors, beside)
         # The rule says how far each row of a chain with states goes back.

@@ -180,13 +180,13 @@ inline Keys keys_of(const Number* x) {
 
 // The first largest number of a row, and where it is. NaN if there is one.
 void peak_of(const Number* x, int64_t size, int64_t* place, float* most) {
-  constexpr int64_t PART = 32 * KEYS;
+  constexpr int64_t SPAN = 32 * KEYS;
   Number last[KEYS];  // what is left of the row, and its last number again
   Key best = -LARGEST, least = LARGEST;
   int64_t where = 0;
-  for (int64_t begin = 0; begin < size; begin += PART) {
+  for (int64_t begin = 0; begin < size; begin += SPAN) {
     Keys high = Keys{} - LARGEST, low = Keys{} + LARGEST;
-    for (int64_t k = begin; k < std::min(begin + PART, size); k += KEYS) {
+    for (int64_t k = begin; k < std::min(begin + SPAN, size); k += KEYS) {
       if (k + KEYS > size)
         for (int n = 0; n < KEYS; n++) last[n] = x[std::min(k + n, size - 1)];
       const Keys some = keys_of(k + KEYS > size ? last : x + k);

@@ -231,7 +231,7 @@ struct Parts {
 #pragma GCC unroll 12
     for (int j = 0; j < N; j++) _mm512_storeu_ps(y + j * 32, low[j]), _mm512_storeu_ps(y + j * 32 + 16, high[j]);
   }
-#else
+#else  // no block is in 12 bits, so none is read in parts
   Parts(const char* block, int form, int groups) {}
   template <int N, bool MAKES>
   void add(char* made, const Number* x, int64_t in, int64_t inputs, float* y) {}
