@@ -313,7 +313,7 @@ def test_the_teachers_logits_of_a_token_are_computed_once(
         counts.append(len(x))
         return F.linear(x, *layer)
 
-    monkeypatch.setattr("heads.head_training.linear", counted)
+    monkeypatch.setattr("heads.head_training.product", counted)
     module(ids, mask, found, {1: 1.0, 2: 0.8, 3: 0.5})
     # The first step of a text of nine tokens predicts seven, and the later ones the last of these.
     assert counts == [5, 5, 4]

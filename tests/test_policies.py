@@ -14,7 +14,7 @@ import torch
 from decode.base.errors import UserError
 from decode.costs import Costs
 from decode.draft import Asked, Draft
-from decode.drafters import Drafter
+from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter
@@ -302,6 +302,16 @@ def test_reach_ends_by_the_product_of_the_estimates() -> None:
         assert ended.tolist() == ends
     with pytest.raises(UserError, match="threshold is 2"):
         POLICIES.make("reach:threshold=2")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_greedy_text_is_the_targets(name: str) -> None:
+    target, policy = model("llama"), POLICIES.make(SPECS[name])
+    drafter = SmallLMDrafter(model("llama", seed=7, layers=1))
+    plain = Decoder(target, DRAFTERS["none"]()).decode(PROMPTS, 24)
+    found = Decoder(target, drafter, policy=policy).decode(PROMPTS, 24)
+    assert found.outputs == plain.outputs
+    assert max(int(step.depths.max()) for step in found.steps) <= policy.max_depth
 
 
 def short_lm() -> SmallLMDrafter:

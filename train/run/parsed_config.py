@@ -116,15 +116,22 @@ def _check_files(config: RunConfig, source: ConfigSource, faults: Faults) -> Non
         require_model_name(config.target.model)
     for index, stage in enumerate(config.stages):
         drafter: Any = getattr(stage, "drafter", None)
-        if drafter is not None and drafter.model is not None:
-            with faults.collected(source.place(("stages", index, "drafter", "model"))):
-                require_model_name(drafter.model)
+        models = {
+            ("drafter", "model"): None if drafter is None else drafter.model,
+            ("shared_with",): getattr(stage, "shared_with", None),
+        }
+        for key, model in models.items():
+            if model is not None:
+                with faults.collected(source.place(("stages", index, *key))):
+                    require_model_name(model)
     for split in SPLITS:
         written = getattr(config.data, split)
         if written is not None:
             names = [written] if isinstance(written, str) else list(written)
-            with faults.collected(source.place(("data", split))):
-                require_sources(names, Path())
+            # Each alone, so that all are told, and together: one may be named twice.
+            for some in (*([name] for name in names), names):
+                with faults.collected(source.place(("data", split))):
+                    require_sources(some, Path())
 
 
 def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] | None:
