@@ -229,7 +229,9 @@ def test_commands_and_configs_spread_a_target(tmp_path: Path, fresh_accelerate: 
         for ids in [torch.tensor([[5, 9, 7]])]
         for target in (run.target, load_target(str(tmp_path / "model")))
     )
-    assert all(torch.equal(placed[layer], plain[layer]) for layer in plain)
+    # A layer that accelerate moves is multiplied by PyTorch's own library.
+    for layer in plain:
+        torch.testing.assert_close(placed[layer], plain[layer])
     # A cache stores a hash of the target's weights. Offloaded ones show before the first stage.
     states = {"name": "states", "kind": "feature_cache", "captured_layers": [0, 1]}
     cached = raw | {"name": "cached", "stages": [*raw["stages"], states]}
