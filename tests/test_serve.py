@@ -22,8 +22,9 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.loop.decoding import Decoding
 from decode.model.pretrained import UNLIMITED_POSITIONS
 from decode.text import prompt_ids
-from decode.text_stream import AnswerText
+from decode.text_stream import AnswerText, TextStream
 from draftsmith.net.access import Guard
+from draftsmith.serve.batching.answer_tokens import TokenBytes
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.openai.messages import LONGEST_STOP, MOST_STOPS
 from tests.service import (
@@ -499,6 +500,31 @@ def test_a_pass_that_fails_ends_only_the_text_that_fails_alone(
             if body["prompt"] != "# and so on":
                 expected = words(alone(endless, body["prompt"], 80))
                 assert answer.result().json()["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("made", "method", "fields"),
+    [(TextStream, "add", {}), (TokenBytes, "_read", {"logprobs": 2, "n": 2})],
+)
+def test_an_error_in_the_text_of_an_answer_ends_its_request_only(
+    endless: Any, made: type, method: str, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a text begins, and when it gets tokens."""
+
+    def breaks(*arguments: Any) -> None:
+        raise IndexError("piece id is out of range")
+
+    with serving(endless) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/completions")
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 4, "temperature": 0.0}
+        with monkeypatch.context() as patch:
+            patch.setattr(made, method, breaks)
+            failed = post(json=body | fields)
+        assert failed.status_code == 500
+        assert "out of range" in failed.json()["error"]["message"]
+        running.until_idle()
+        text = post(json=body).json()["choices"][0]["text"]
+        assert text == words(alone(endless, "abc", 4))
 
 
 def test_accepted_texts_are_delivered_and_rows_are_shared_by_request(endless: Any) -> None:

@@ -242,8 +242,11 @@ class RequestBatcher(Batcher[AnswerChoice]):
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.ids, left, samples, settings):
             return
-        for choice in texts:
-            choice.begin(self._tokenizer, self._token_bytes)
+        try:
+            for choice in texts:
+                choice.begin(self._tokenizer, self._token_bytes)
+        except Exception as error:
+            return self._fail(first, error)
         request.begun = now
         with self._changed:
             for choice in texts:
@@ -327,6 +330,8 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _hand_out(self) -> None:
         """Deliver the tokens that the rows have got."""
         now, news = time.monotonic(), self._take_news()
+        failed: list[tuple[AnswerChoice, Exception]]
+        failed = [(self._rows[row], error) for row, error in news.failed.items()]
         for row, tokens in news.tokens.items():
             choice = self._rows[row]
             request = choice.request
@@ -345,10 +350,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
             if request.cancelled:
                 continue
             traced, choice._traced = choice._traced, (0, ())
-            piece = choice.piece(NewTokens(tokens, choice.reason, entries, *traced))
+            try:
+                piece = choice.piece(NewTokens(tokens, choice.reason, entries, *traced))
+            except Exception as error:
+                failed.append((choice, error))
+                continue
             if piece.text or piece.reason is not None:
                 request.deliver(piece)
-        failed = [(self._rows[row], error) for row, error in news.failed.items()]
         for choice, error in failed:
             self._fail(choice, error)
 
