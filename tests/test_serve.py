@@ -1,6 +1,7 @@
 """The service: answers are those of the loop, and what joins, leaves or is refused leaves no
 trace."""
 
+import asyncio
 import functools
 import json
 import math
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -19,13 +21,17 @@ import torch
 
 from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoding
 from decode.model.pretrained import UNLIMITED_POSITIONS
 from decode.text import prompt_ids
-from decode.text_stream import AnswerText
+from decode.text_stream import AnswerText, TextStream
 from draftsmith.net.access import Guard
+from draftsmith.serve.batching.answer_tokens import Piece, TokenBytes
 from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.batching.requests import DecodeRequest, Job, Refusal
 from draftsmith.serve.openai.messages import LONGEST_STOP, MOST_STOPS
+from draftsmith.serve.running import RunningRequest
 from tests.service import (
     CHAT,
     LONG,
@@ -499,6 +505,92 @@ def test_a_pass_that_fails_ends_only_the_text_that_fails_alone(
             if body["prompt"] != "# and so on":
                 expected = words(alone(endless, body["prompt"], 80))
                 assert answer.result().json()["choices"][0]["text"] == expected
+
+
+def test_a_text_that_ends_early_has_the_text_of_its_tokens(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the failed pass added, but what was held back."""
+    step, expected = Decoding.step, words(alone(endless, "abc", 40))
+    with serving(endless, max_rows=1) as running, running.client() as client:
+
+        def breaks(self: Decoding, *args: Any) -> None:
+            step(self, *args)
+            if any(len(choice.tokens) >= 4 for choice in running.texts()[1:]):
+                raise RuntimeError("an illegal instruction")
+
+        monkeypatch.setattr(Decoding, "step", breaks)
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "temperature": 0.0, "n": 2}
+        # All of the text may be the beginning of this stop string.
+        answer = client.post("/v1/completions", json=body | {"stop": f"{expected}@"}).json()
+        assert "illegal" in answer["draftsmith"]["error"]["message"]
+        whole, cut = (choice["text"] for choice in answer["choices"])
+        assert whole == expected
+        assert cut == words(running.texts()[1].tokens)
+        assert 0 < len(cut) < len(whole)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_text_that_is_not_read_keeps_what_was_received(
+    refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """refused: the batcher ends the request while its parts wait; else there are too many."""
+    monkeypatch.setattr("draftsmith.serve.running.UNREAD_EVENTS", 2)
+    tokenizer = target().tokenizer
+
+    async def collected() -> tuple[list[str], Any]:
+        submitted = list[DecodeRequest]()
+        batcher: Any = SimpleNamespace(submit=submitted.append, cancel=lambda request: None)
+        job = Job([[5, 6]], 20, Sampling(), texts=2)
+        read: Any = SimpleNamespace(job=job, asked=SimpleNamespace(stream=False))
+        running = RunningRequest(batcher, read, lambda bits: 1)
+        answer: Any = SimpleNamespace(error=None)
+        working = asyncio.create_task(running._collected(answer))
+        (request,), choice = submitted, running.choices[1]
+        for piece in (Piece(0, "done", "stop"), Piece(1, "one ", None)):
+            request.deliver(piece)
+            for _ in range(5):  # until it is received
+                await asyncio.sleep(0)
+        for text in ("two ", "three ", "four ", "five "):
+            request.deliver(Piece(1, text, None))
+        if refused:
+            request.cancelled = True
+            request.deliver(Refusal("overran", "too late"))
+        else:
+            request.deliver(Piece(1, "six ", None))
+            choice.begin(tokenizer, TokenBytes(tokenizer))
+            assert choice.text is not None
+            choice.text.cut(tokenizer("seven", add_special_tokens=False).input_ids)
+        return [piece.text for piece in await asyncio.wait_for(working, 60)], answer.error
+
+    texts, error = asyncio.run(collected())
+    assert texts == ["done", "one two three four five " if refused else "one two "]
+    assert error["code"] == ("overran" if refused else "unread")
+
+
+@pytest.mark.parametrize(
+    ("made", "method", "fields"),
+    [(TextStream, "add", {}), (TokenBytes, "_read", {"logprobs": 2, "n": 2})],
+)
+def test_an_error_in_the_text_of_an_answer_ends_its_request_only(
+    endless: Any, made: type, method: str, fields: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a text begins, and when it gets tokens."""
+
+    def breaks(*arguments: Any) -> None:
+        raise IndexError("piece id is out of range")
+
+    with serving(endless) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/completions")
+        body = {"model": MODEL, "prompt": "abc", "max_tokens": 4, "temperature": 0.0}
+        with monkeypatch.context() as patch:
+            patch.setattr(made, method, breaks)
+            failed = post(json=body | fields)
+        assert failed.status_code == 500
+        assert "out of range" in failed.json()["error"]["message"]
+        running.until_idle()
+        text = post(json=body).json()["choices"][0]["text"]
+        assert text == words(alone(endless, "abc", 4))
 
 
 def test_accepted_texts_are_delivered_and_rows_are_shared_by_request(endless: Any) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from decode.base.threads import run_in_thread
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
-from draftsmith.serve.batching.answer_tokens import NewTokens, Piece
+from draftsmith.serve.batching.answer_tokens import Piece
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import DecodeRequest, Event, Refusal
 from draftsmith.serve.openai.answers import ApiAnswer
@@ -46,7 +46,7 @@ class RunningRequest:
         loop = asyncio.get_running_loop()
         job, self._streams = read.job, read.asked.stream
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._batcher = batcher
+        self._batcher, self._unread = batcher, False
         self.choices = job.choices(random_bits)
 
         def deliver(new: Event) -> None:
@@ -58,9 +58,12 @@ class RunningRequest:
         self._batcher.submit(self._request)
 
     def _take(self, new: Event) -> None:
-        if self._events.qsize() < UNREAD_EVENTS * len(self.choices):
+        if self._unread:
+            return
+        if isinstance(new, Refusal) or self._events.qsize() < UNREAD_EVENTS * len(self.choices):
             self._events.put_nowait(new)
-        elif not self._request.cancelled:
+        else:
+            self._unread = True
             self.cancel()
             self._events = asyncio.Queue()
             message = f"the client has left {UNREAD_EVENTS} parts of each text unread"
@@ -92,11 +95,7 @@ class RunningRequest:
             if not any(text.reason for text in texts):
                 raise
             answer.error = error.body["error"]
-            for text, choice in zip(texts, self.choices, strict=True):
-                if text.reason is None:
-                    # The decoding thread has given it up.
-                    texts[text.index] = text.joined(choice.piece(NewTokens([], "length")))
-        return texts
+        return [replace(text, reason=text.reason or "length") for text in texts]
 
     async def answer(self, request: Request, answer: ApiAnswer) -> ASGIApp:
         """The answer, whole or as events."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -196,7 +197,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             done.set_exception(refusal)
         for request in left:
             if not request.cancelled:
-                request.deliver(self._count(refusal))
+                self._deliver(request, refusal)
 
     def _requests(self) -> list[DecodeRequest]:
         """Those whose texts wait or run, once each."""
@@ -242,8 +243,11 @@ class RequestBatcher(Batcher[AnswerChoice]):
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.ids, left, samples, settings):
             return
-        for choice in texts:
-            choice.begin(self._tokenizer, self._token_bytes)
+        try:
+            for choice in texts:
+                choice.begin(self._tokenizer, self._token_bytes)
+        except Exception as error:
+            return self._fail(first, error)
         request.begun = now
         with self._changed:
             for choice in texts:
@@ -327,6 +331,8 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _hand_out(self) -> None:
         """Deliver the tokens that the rows have got."""
         now, news = time.monotonic(), self._take_news()
+        failed: list[tuple[AnswerChoice, Exception]]
+        failed = [(self._rows[row], error) for row, error in news.failed.items()]
         for row, tokens in news.tokens.items():
             choice = self._rows[row]
             request = choice.request
@@ -345,12 +351,16 @@ class RequestBatcher(Batcher[AnswerChoice]):
             if request.cancelled:
                 continue
             traced, choice._traced = choice._traced, (0, ())
-            piece = choice.piece(NewTokens(tokens, choice.reason, entries, *traced))
+            try:
+                piece = choice.piece(NewTokens(tokens, choice.reason, entries, *traced))
+            except Exception as error:
+                failed.append((choice, error))
+                choice.text = None  # what comes after this piece must not be delivered
+                continue
             if piece.text or piece.reason is not None:
                 request.deliver(piece)
-        failed = [(self._rows[row], error) for row, error in news.failed.items()]
-        for choice, error in failed:
-            self._fail(choice, error)
+        for choice, failure in failed:
+            self._fail(choice, failure)
 
     def _end(self, choice: AnswerChoice) -> None:
         """A text has ended, and its row is free."""
@@ -381,7 +391,24 @@ class RequestBatcher(Batcher[AnswerChoice]):
         cancelled, request.cancelled = request.cancelled, True
         self._give_up(request)
         if not cancelled:
-            request.deliver(self._count(refusal))
+            self._deliver(request, refusal)
+
+    def _deliver(self, request: DecodeRequest, refusal: Refusal) -> None:
+        """Say why a request ends. If some of its texts are complete, the others end with what they
+        have: deliver what was held back of them."""
+        complete = any(choice.reason for choice in request.choices)
+        for choice in request.choices if complete else ():
+            if choice.reason is not None or choice.text is None:
+                continue
+            try:
+                choice.begin(self._tokenizer, self._token_bytes)
+                piece = choice.piece(NewTokens([], "length"))
+            except Exception as error:
+                logger.error("a text ends without what was held back", exc_info=error)
+                continue
+            if piece.text or piece.tokens:
+                request.deliver(replace(piece, reason=None))  # the refusal ends it
+        request.deliver(self._count(refusal))
 
     def _fail(self, choice: AnswerChoice, error: Exception) -> None:
         request = choice.request

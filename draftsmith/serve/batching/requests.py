@@ -114,8 +114,8 @@ class AnswerChoice:
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
     def begin(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
-        """It gets a row. It has given the pieces of its tokens so far; a pass that failed may have
-        added others to its text."""
+        """It gets a row, or ends early. It has given the pieces of its tokens so far; a read or
+        pass that failed may have added others to its text."""
         job = self.request.job
         shown, ruled = job.shown, job.sampling.grammar is not None
         self.text = AnswerText(tokenizer, job.stops, shown=shown, keep_blank=ruled)
