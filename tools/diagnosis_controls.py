@@ -11,9 +11,9 @@ measured is kept in the folder, and a killed run goes on. With --service, each m
 once into our own service, and the whole diagnosis is run.
 """
 
+import argparse
 import copy
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -346,10 +346,14 @@ def main_of_service(kinds: Sequence[str], count: int = 60) -> None:
 
 
 if __name__ == "__main__":
-    option, *others = sys.argv[1:] or [""]
-    if option == "--service":
-        main_of_service(others or [*KINDS])
-    elif option == "--embedded":
-        main(others[1:] or [*KINDS], embedded(Path(others[0])))
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--embedded", type=Path, metavar="FOLDER")
+    parser.add_argument("--service", action="store_true")
+    given = parser.parse_args()
+    every = given.kinds or [*KINDS]
+    if given.service:
+        main_of_service(every)
     else:
-        main([x for x in (option, *others) if x] or [*KINDS], tiny())
+        main(every, tiny() if given.embedded is None else embedded(given.embedded))
