@@ -242,7 +242,7 @@ struct Parts {
 constexpr int64_t OPERATIONS = 2 * 2 * MOST * 32;
 
 inline float multiplied(int64_t turns, float start) {
-  const __m512bh x = _mm512_cvtne2ps_pbh(_mm512_set1_ps(start), _mm512_set1_ps(start));
+  const __m512bh x = (__m512bh)_mm512_set1_epi32(narrow(start) * 0x10001);
   __m512 sums[2 * MOST];
   for (int j = 0; j < 2 * MOST; j++) sums[j] = _mm512_set1_ps(start * j);
   for (int64_t turn = 0; turn < turns; turn++)
