@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from decode.base.processor import cpu_flags
-
-# Of oneDNN; it has no public name, so a release may rename it.
-OPERATOR = "_linear_pointwise"
+from decode.model.forward.lean_parts import lacking_operators
 
 
 @cache
 def is_faster() -> bool:
     """Whether oneDNN is the faster library here."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, OPERATOR)):
+    if not torch.backends.mkldnn.is_available() or "_linear_pointwise" in lacking_operators():
         return False
     try:
         words = cpu_flags()
@@ -45,8 +43,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     bias [out]."""
     if not runs(x, weight):
         return linear(x, weight, bias)
-    multiply: Any = getattr(torch.ops.mkldnn, OPERATOR)
-    result: Tensor = multiply(x, weight, bias, "none", [], "")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
 

@@ -181,15 +181,19 @@ inline Keys keys_of(const Number* x) {
 // The first largest number of a row, and where it is. NaN if there is one.
 void peak_of(const Number* x, int64_t size, int64_t* place, float* most) {
   constexpr int64_t SPAN = 32 * KEYS;
-  Number last[KEYS];  // what is left of the row, and its last number again
+  // From place k on. Past the end, the last number comes again.
+  auto keys_from = [&](int64_t k) {
+    if (k + KEYS <= size) return keys_of(x + k);
+    Number last[KEYS];
+    for (int n = 0; n < KEYS; n++) last[n] = x[std::min(k + n, size - 1)];
+    return keys_of(last);
+  };
   Key best = -LARGEST, least = LARGEST;
   int64_t where = 0;
   for (int64_t begin = 0; begin < size; begin += SPAN) {
     Keys high = Keys{} - LARGEST, low = Keys{} + LARGEST;
     for (int64_t k = begin; k < std::min(begin + SPAN, size); k += KEYS) {
-      if (k + KEYS > size)
-        for (int n = 0; n < KEYS; n++) last[n] = x[std::min(k + n, size - 1)];
-      const Keys some = keys_of(k + KEYS > size ? last : x + k);
+      const Keys some = keys_from(k);
       high = some > high ? some : high, low = some < low ? some : low;
     }
     Key highest = -LARGEST;
@@ -197,9 +201,7 @@ void peak_of(const Number* x, int64_t size, int64_t* place, float* most) {
     if (highest > best || !begin) best = highest, where = begin;
   }
   for (;; where += KEYS) {
-    if (where + KEYS > size)
-      for (int n = 0; n < KEYS; n++) last[n] = x[std::min(where + n, size - 1)];
-    const Keys some = keys_of(where + KEYS > size ? last : x + where);
+    const Keys some = keys_from(where);
     for (int n = 0; n < KEYS; n++)
       if (some[n] == best) {
         *place = where + n;
