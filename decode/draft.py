@@ -5,6 +5,7 @@ Shapes: B rows, N nodes (padded to the largest row), K children of a node, V voc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -167,7 +168,7 @@ class Limits:
     source: int = 0
     by_source: Sequence[int] = ()
 
-    @property
+    @cached_property
     def max_depth(self) -> int:
         return int(self.depths.max(initial=0))
 
@@ -296,6 +297,8 @@ class Draft:
             self.cut(np.minimum(self.sizes, depths))
             return
         by_depth = self.nodes_by_depth()
+        if (by_depth.shape[1] <= depths).all():
+            return
         sizes = (by_depth * (np.arange(by_depth.shape[1]) < depths[:, None])).sum(1)
         if (sizes < self.sizes).any():
             self.cut(sizes)

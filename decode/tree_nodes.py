@@ -12,6 +12,7 @@ from torch import Tensor
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Draft, Drawn
+from decode.draw.top import places_of_top
 
 
 @dataclass
@@ -139,7 +140,7 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
             f"a node of the tree has {count} children, but the drafter's vocabulary has only "
             f"{logits.shape[-1]} tokens; make the tree narrower"
         )
-    return logits.topk(count, dim=-1).indices
+    return places_of_top(logits, count)
 
 
 def largest(logits: Tensor) -> Tensor:

@@ -29,7 +29,6 @@ from decode.model.features import Features
 from decode.model.forward.attention_mask import AttentionMask, SlotAttention
 from decode.model.forward.low_rank import LowRank, adapted
 from decode.model.loading import DTYPES, Target
-from decode.model.pretrained import replaced
 from decode.shapes import Growth, Shape
 from decode.verification import Verification
 from heads.attending_heads import AttendingHeads
@@ -111,11 +110,12 @@ class HeadsDrafter(ShapedDrafter):
     ) -> Draft:
         # A prompt of one token has no features before its first pass.
         depths = np.where(self._has_features, np.minimum(limits.depths, self.heads.depth), 0)
-        if not depths.any():
+        most = int(depths.max(initial=0))
+        if not most:
             return Draft.none(len(contexts.lengths), "cpu")
-        head_limits = replace(limits, depths=depths)
-        growth = self.growth(contexts, sampling, head_limits.max_depth)
-        growth.depths = depths
+        head_limits = replace(limits, depths=depths) if (depths < limits.depths).any() else limits
+        growth = self.growth(contexts, sampling, most)
+        growth.depths = depths if (depths < most).any() else None
         return self.shape.grow(growth, head_limits, sampling, rng)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -339,9 +339,11 @@ class AttendingDrafter(HeadsDrafter):
         first = columns[:, 0] if columns.shape[1] else entries[rows]
         if not columns.shape[1]:
             return states, first
-        own = contexts.rows_from(rows.start, rows.stop)
-        with replaced(self, "_first", rows.start):
+        own, self._first = contexts.rows_from(rows.start, rows.stop), rows.start
+        try:
             return self.layer(own, columns, states), first
+        finally:
+            self._first = 0
 
     def take_missing(
         self, entries: np.ndarray, rows: slice = slice(None)

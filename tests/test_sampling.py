@@ -18,7 +18,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw import sampling
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw, draw_of
-from decode.draw.top import argmax, peaks, top
+from decode.draw.top import IN_ORDER, argmax, peaks, places_of_top, top
 from decode.loop.decoding import Decoder
 from tests.enumeration import by_cdf
 from tests.tiny import tiny_model
@@ -386,3 +386,19 @@ def test_the_largest_number_is_the_first_one_and_a_nan_is_seen(
     for nan in (torch.nan, -torch.tensor(torch.nan)):
         logits[1, 2, size // 3] = nan
         assert torch.equal(peaks(logits)[1].isnan(), logits.isnan().any(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 33, 1024, 3000])
+def test_the_largest_few_come_in_order_and_the_first_of_equal_ones(
+    size: int, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    logits[0, 0] = -torch.inf
+    logits[1, :, size // 2 :] = 3
+    order = logits.sort(-1, descending=True, stable=True)
+    for count in {1, min(4, size), min(IN_ORDER, size)}:
+        assert torch.equal(places_of_top(logits, count), order.indices[..., :count])
+        # Those of every second row would be copied, so C++ does not look at them.
+        values, _ = top(logits[:, ::2], count)
+        assert torch.equal(values, order.values[:, ::2, :count])

@@ -178,9 +178,9 @@ def test_a_plan_knows_the_ancestors_of_the_nodes_that_are_fed(depth: int) -> Non
     paths = [[0], [1], [2], [0, 0], [0, 1], [2, 0], [0, 1, 0], [2, 0, 0], [0, 1, 0, 0]]
     static: Any = SHAPES["static"](paths=paths)
     grown = None
-    for level in static._plan(depth, torch.device("cpu")).levels[:-1]:
-        grown = grown_ancestors(grown, level.fed_parents[None])
-        assert torch.equal(level.fed_ancestors, grown[0])
+    for level in static._plan(depth, 2, torch.device("cpu")).levels[:-1]:
+        grown = grown_ancestors(grown, level.fed_parents)
+        assert torch.equal(level.fed_ancestors, grown)
     assert grown is not None
     assert len(grown[0]) == 2 * (depth - 1)
 

@@ -1,5 +1,7 @@
 """The largest value of many, and the largest few, which are found faster than by sorting."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,10 +12,16 @@ from decode.model.forward import few_rows
 # The size of the groups whose maxima are compared.
 SIEVE = 16
 
+# The most values that C++ keeps in order while it reads all.
+IN_ORDER = 16
+
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of [..., V], largest first, and their indices int64, as from
     `topk`. Of values that tie for the last positions, any may be returned."""
+    ids = _largest_in_cpp(values, count)
+    if ids is not None:
+        return values.gather(-1, ids), ids
     size = values.shape[-1]
     stride = size // SIEVE
     if values.device.type != "cpu" or 4 * count > stride:
@@ -29,6 +37,12 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = torch.cat([ids, rest], -1)
     largest = values.gather(-1, ids).topk(count, dim=-1)
     return largest.values, ids.gather(-1, largest.indices)
+
+
+def places_of_top(values: Tensor, count: int) -> Tensor:
+    """int64 [..., count]: the indices from `top`."""
+    found = _largest_in_cpp(values, count)
+    return values.topk(count, dim=-1).indices if found is None else found
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -59,11 +73,29 @@ def peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def _peaks_in_cpp(logits: Tensor) -> tuple[Tensor, Tensor] | None:
     """`peaks`, which reads the logits once. None where C++ does not do it."""
-    found = few_rows.library(logits.dtype) if reads_are_free(logits.device) else None
-    if found is None or not logits.shape[-1]:
+    found = _library(logits)
+    if found is None:
         return None
     logits, shape = logits.contiguous(), logits.shape[:-1]
     places, most = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
     where = logits.data_ptr(), places.data_ptr(), most.data_ptr()
     found.peaks(*where, places.numel(), logits.shape[-1])
     return places, most
+
+
+def _largest_in_cpp(values: Tensor, count: int) -> Tensor | None:
+    """`places_of_top`. None where C++ does not do it, as for values that would be copied."""
+    size = values.shape[-1]
+    found = _library(values) if count <= IN_ORDER and count <= size else None
+    if found is None or not values.is_contiguous():
+        return None
+    places = torch.empty(*values.shape[:-1], count, dtype=torch.int64)
+    found.largest(values.data_ptr(), places.data_ptr(), values.numel() // size, size, count)
+    return places
+
+
+def _library(values: Tensor) -> Any:
+    """What C++ knows of values of this dtype. None where it does not look."""
+    if not reads_are_free(values.device) or not values.shape[-1]:
+        return None
+    return few_rows.library(values.dtype)

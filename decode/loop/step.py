@@ -55,8 +55,9 @@ def ask_drafter(
     limits = Limits(depths, stops, policy.stops_after, grows, by_source=policy.by_source)
     rng = rows.rng.coupled() if parts.rule.couples else rows.rng
     draft = drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
-    reading = sum(one.reading for one in draft.asked)
-    clock.move(reading, "draft", "draft_prefill")
+    if draft.asked:
+        reading = sum(one.reading for one in draft.asked)
+        clock.move(reading, "draft", "draft_prefill")
     draft = draft.to(device)
     draft.limit_depth(depths)
     kept = policy.kept(draft)

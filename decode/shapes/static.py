@@ -41,9 +41,9 @@ class _Level:
     parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
     [n], as in `Structure`. places: int64 [n], where the node's token is among the `rank_count`
     likeliest of each parent, of all parents one after the other. with_order: the nodes with 0, 1, …
-    earlier siblings. expanded: int64 [e], the expanded nodes. fed_parents: int64 [e], their
-    parents, as numbers of fed nodes. fed_ancestors: bool [m, m], of the nodes that are fed down to
-    this depth.
+    earlier siblings. expanded: int64 [e], the expanded nodes. fed_parents: int64 [B, e], their
+    parents, as numbers of fed nodes. fed_ancestors: bool [B, m, m], of the nodes that are fed down
+    to this depth. above: int64 [B, …], the parents of all nodes down to this depth, as in `Draft`.
     """
 
     first: int
@@ -56,32 +56,37 @@ class _Level:
     expanded: Tensor
     fed_parents: Tensor
     fed_ancestors: Tensor
+    above: Tensor
 
 
 class _Plan:
-    """A structure down to some depth, on a device. Built once and used in every round.
+    """A structure down to some depth, for B rows on a device. Built once and used in every round.
 
-    parents [N], ancestors [N, N] and with_root: as in `Draft`, of one row. q_rows: int64 [N], the
-    parent of node i as a number among the expanded nodes; the root is 0. by_depth: int [D] on the
-    host, how many nodes there are at depth 1, 2, …. totals: int [D+1], how many there are down to
-    depth 0, 1, ….
+    parents [B, N], host_parents, ancestors [B, N, N] and with_root: as in `Draft`. q_rows: int64
+    [B, N], the parent of node i as a number among the expanded nodes; the root is 0. by_depth: int
+    [D] on the host, how many nodes there are at depth 1, 2, …. totals: int [D+1], how many there
+    are down to depth 0, 1, ….
     """
 
-    def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
+    def __init__(self, structure: Structure, depth: int, rows: int, device: torch.device) -> None:
         def on_device(values: np.ndarray) -> Tensor:
             return to_device(values, device)
+
+        def of_rows(values: np.ndarray) -> Tensor:
+            return on_device(values).expand(rows, *values.shape)
 
         nodes = structure.within(depth)
         above = structure.parents[:nodes]
         # −1 for the root, then the fed nodes in feeding order. The index of a node here is its row
         # of q; its number as a fed node is one less.
         expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
-        rows = np.searchsorted(expanded, above)
-        self.parents, self.q_rows = on_device(above), on_device(rows)
+        q_rows = np.searchsorted(expanded, above)
+        self.parents, self.q_rows = of_rows(above), of_rows(q_rows)
+        self.host_parents = np.repeat(above[None], rows, 0)
         ancestors = structure.ancestors()[:nodes, :nodes]
-        self.ancestors = on_device(ancestors)
-        self.with_root = with_root(self.ancestors[None])
-        self.host_parents = above[None]
+        self.ancestors = of_rows(ancestors)
+        seen, depths = with_root(self.ancestors[:1])
+        self.with_root = seen.expand(rows, -1, -1), depths.expand(rows, -1)
         by_depth = np.bincount(structure.depths[:nodes], minlength=1)
         self.by_depth, self.totals = by_depth[1:], by_depth.cumsum()
         self.levels = []
@@ -95,18 +100,19 @@ class _Plan:
             self.levels.append(
                 _Level(
                     int(at[0]),
-                    on_device(rows[at] - before),
+                    on_device(q_rows[at] - before),
                     on_device(ranks),
                     count,
-                    on_device((rows[at] - before) * count + ranks),
+                    on_device((q_rows[at] - before) * count + ranks),
                     on_device(orders),
                     [on_device(np.flatnonzero(orders == i)) for i in range(orders.max() + 1)],
                     on_device(inner),
-                    on_device(rows[at[inner]] - 1),
-                    on_device(ancestors[np.ix_(fed, fed)]),
+                    of_rows(q_rows[at[inner]] - 1).contiguous(),
+                    of_rows(ancestors[np.ix_(fed, fed)]),
+                    of_rows(above[: at[-1] + 1]),
                 )
             )
-            before = int(rows[at].max()) + 1
+            before = int(q_rows[at].max()) + 1
 
 
 class FixedTree(Shape):
@@ -128,7 +134,7 @@ class FixedTree(Shape):
             raise UserError("a tree has no nodes; give it at least one, or use drafter none")
         self.structure, self.draw = structure, draw
         self.depth = structure.depth
-        self._plans: dict[tuple[int, torch.device], _Plan] = {}
+        self._plans: dict[tuple[int, int, torch.device], _Plan] = {}
 
     def describe(self, max_depth: int | None = None) -> str:
         text = f"tree of {len(self.structure)} nodes, {self.depth} deep"
@@ -146,7 +152,7 @@ class FixedTree(Shape):
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
         rows = growth.rows
-        plan = self._plan(limits.max_depth, growth.device)
+        plan = self._plan(limits.max_depth, rows, growth.device)
         if not plan.levels:
             return Draft.none(rows, growth.device)
         weighs = limits.grows is not None
@@ -155,16 +161,12 @@ class FixedTree(Shape):
         drawn: list[Tensor] = []
         for depth, level in enumerate(plan.levels, 1):
             drawn.append(children.of(logits, level))
-            if level.expanded.numel():
-                above = plan.parents[: level.first + len(level.orders)].expand(rows, -1)
-                if limits.ends(depth, children.sure, above):
-                    plan = self._plan(depth, growth.device)
+            if level.fed_parents.shape[1]:
+                if limits.ends(depth, children.sure, level.above):
+                    plan = self._plan(depth, rows, growth.device)
                     break
-                logits = growth.extend(
-                    drawn[-1][:, level.expanded],
-                    level.fed_parents.expand(rows, -1).contiguous(),
-                    level.fed_ancestors.expand(rows, -1, -1),
-                )
+                fed = drawn[-1][:, level.expanded]
+                logits = growth.extend(fed, level.fed_parents, level.fed_ancestors)
         tokens = growth.ids(torch.cat(drawn, 1))
         sizes = plan.totals[np.minimum(limits.depths, len(drawn))]
         q = torch.cat(children.q, 1) if children.q else None
@@ -172,23 +174,20 @@ class FixedTree(Shape):
             tokens,
             sizes,
             q,
-            plan.parents.expand(rows, -1),
-            None if q is None else plan.q_rows.expand(rows, -1),
+            plan.parents,
+            None if q is None else plan.q_rows,
             drawn="distinct" if children.siblings == "distinct" else "independent",
             _chosen_rows=None if q is None else sampling.greedy_rows(rows),
-            _ancestors=plan.ancestors.expand(rows, -1, -1),
-            _with_root=(
-                plan.with_root[0].expand(rows, -1, -1),
-                plan.with_root[1].expand(rows, -1),
-            ),
-            _host_parents=plan.host_parents.repeat(rows, 0),
+            _ancestors=plan.ancestors,
+            _with_root=plan.with_root,
+            _host_parents=plan.host_parents,
             _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
             confidence=torch.cat(children.sure, 1) if children.sure else None,
         )
         return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
 
-    def _plan(self, depth: int, device: torch.device) -> _Plan:
-        key = min(depth, self.structure.depth), device
+    def _plan(self, depth: int, rows: int, device: torch.device) -> _Plan:
+        key = min(depth, self.structure.depth), rows, device
         if key not in self._plans:
             self._plans[key] = _Plan(self.structure, *key)
         return self._plans[key]

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
@@ -227,4 +226,4 @@ class BorrowedEmbeddings:
     def __call__(self, ids: Tensor) -> Tensor:
         """[..., H]: the embeddings of token ids, int64 [...]."""
         assert self._table is not None, "the target's embeddings are not borrowed yet"
-        return embedding(ids, self._table)
+        return torch.embedding(self._table, ids)  # without the checks of `functional`

@@ -15,6 +15,7 @@ Layers may be on different devices. A layer's keys and values are on the device 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class _Window:
     rows: slice = slice(0, 0)  # those that are fed
     # The slots that attention gets: of all these rows, or int64 [B, S], of each. `end` is the end.
     read: slice | Tensor = slice(0, 0)
+    count: int = 0  # S, how many they are
     # The tokens that are fed, if they are fewer than rows times columns. Then the model's states
     # are those of this list, as of one row, [1, T, …]. None: [B, n, …].
     real: RealTokens | None = None
@@ -51,12 +53,6 @@ class _Window:
         # A copy: the caller may count these tokens before they are written.
         self.starts, self._n = np.array(starts, dtype=np.int64), n
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def count(self) -> int:
-        """S, the number of slots that attention gets."""
-        read = self.read
-        return read.stop - read.start if isinstance(read, slice) else read.shape[1]
 
     def taken(self, cache: Tensor) -> Tensor:
         """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [R, H, C, D]."""
@@ -79,6 +75,12 @@ class _Window:
             rows = rows + self.rows.start
             self._slots[device] = to_device(rows, device), to_device(slots, device)
         return self._slots[device]
+
+
+@lru_cache(maxsize=8)
+def _chain(n: int) -> np.ndarray:
+    """bool [1, n, n]: which of n tokens each of them sees in a chain."""
+    return np.tri(n, dtype=bool)[None]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -211,12 +213,15 @@ class Slots:
         self.wrote(ends, first)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
-        window.read = slice(0, window.end)
+        window.read, window.count = slice(0, window.end), window.end
         if sliding is not None:
             base = start if root is None else root
             capacity = self.allocated[1]
             read = sliding.slots(base, ends, window.end, capacity, self._step)
-            window.read = read if isinstance(read, slice) else to_device(read, self.device)
+            if isinstance(read, slice):
+                window.read, window.count = read, read.stop - read.start
+            else:
+                window.read, window.count = to_device(read, self.device), read.shape[1]
         window.feed(start, n)
         if window.real is None and least == last:
             window.begin = least
@@ -271,15 +276,15 @@ class Slots:
         if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
             return None
         read, begin = self._window.read, self._window.begin
-        host = reads_are_free(self.device)
-        if isinstance(read, slice) and ancestors_BNM is not None and inside_window and host:
-            return self._tree_mask(base_B1[:, 0] - read.start, ancestors_BNM)
         slots = read  # [S] or [B, S]
         if isinstance(slots, slice):
             if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
                 first = self.allocated[1] - 1 - begin
                 seen = self._past[first + slots.start : first + slots.stop]
                 return seen.expand(base_B1.shape[0], 1, 1, -1)
+            if inside_window and reads_are_free(self.device):
+                trees = _chain(n) if ancestors_BNM is None else ancestors_BNM.numpy()
+                return self._mask_on_host(base_B1[:, 0] - slots.start, trees)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
         rows, real = base_B1.shape[0], self._window.real
         if ancestors_BNM is None:
@@ -315,11 +320,12 @@ class Slots:
             seen = seen & near
         return seen[:, None] if real is None else seen.transpose(0, 1)[None]
 
-    def _tree_mask(self, base_B: Tensor, ancestors_BNM: Tensor) -> Tensor:
-        """As `mask`, for trees without a window on a CPU: few rows are copied, without the many
-        operations that do all at once. base_B: counted from the first slot that attention gets."""
-        window, (rows,), (_, n, m) = self._window, base_B.shape, ancestors_BNM.shape
-        real, trees = window.real, ancestors_BNM.expand(rows, -1, -1).numpy()
+    def _mask_on_host(self, base_B: Tensor, trees_BNM: np.ndarray) -> Tensor:
+        """As `mask`, without a window on a CPU: few rows are copied, without the many operations
+        that do all at once. base_B: counted from the first slot that attention gets. trees_BNM:
+        bool, of all rows, or one for all."""
+        window, (rows,), (trees, n, m) = self._window, base_B.shape, trees_BNM.shape
+        real, each = window.real, trees > 1
         bounds = range(0, (rows + 1) * n, n) if real is None else real.bounds.tolist()
         seen = np.zeros((bounds[-1], window.count), dtype=bool)
         for row, base in enumerate(base_B.tolist()):
@@ -327,7 +333,7 @@ class Slots:
             part[:, :base] = True
             # Nodes that are not fed may be past the last slot.
             part = part[:, base : base + m]
-            part[:] = trees[row, : len(part), : part.shape[1]]
+            part[:] = trees_BNM[row if each else 0, : len(part), : part.shape[1]]
         found = torch.from_numpy(seen)
         return found.view(rows, 1, n, -1) if real is None else found[None, None]
 

@@ -211,6 +211,47 @@ void peak_of(const Number* x, int64_t size, int64_t* place, float* most) {
   }
 }
 
+// Where the `count` largest numbers of a row are, the largest first, of equal ones the first ones. A NaN without a
+// sign is the largest.
+void largest_of(const Number* x, int64_t size, int64_t count, int64_t* places) {
+  constexpr int64_t SPAN = 32 * KEYS;
+  std::vector<Key> found(count);  // in order
+  int64_t have = 0;
+  auto take = [&](Key key, int64_t place) {
+    int64_t at = have < count ? have++ : count - 1;
+    for (; at && found[at - 1] < key; at--) found[at] = found[at - 1], places[at] = places[at - 1];
+    found[at] = key, places[at] = place;
+  };
+  // Most numbers are less than the least that was found, which the largest of many of them tells.
+  for (int64_t begin = 0; begin < size; begin += SPAN) {
+    const int64_t whole = std::min(begin + SPAN, begin + (size - begin) / KEYS * KEYS);
+    Keys high = Keys{} - LARGEST;
+    for (int64_t k = begin; k < whole; k += KEYS) {
+      const Keys some = keys_of(x + k);
+      high = some > high ? some : high;
+    }
+    Key highest = -LARGEST;
+    for (int n = 0; n < KEYS; n++) highest = std::max<Key>(highest, high[n]);
+    for (int64_t k = begin; k < whole && (have < count || highest > found[count - 1]); k += KEYS) {
+      const Keys some = keys_of(x + k);
+      if (have == count) {
+        const Keys more = some > Keys{} + found[count - 1];
+        int64_t words[sizeof(Keys) / sizeof(int64_t)], any = 0;
+        std::memcpy(words, &more, sizeof words);
+        for (int64_t word : words) any |= word;
+        if (!any) continue;
+      }
+      for (int n = 0; n < KEYS; n++)
+        if (have < count || some[n] > found[count - 1]) take(some[n], k + n);
+    }
+    for (int64_t k = whole; k < std::min(begin + SPAN, size); k++) {  // past the last whole vector
+      Number last[KEYS] = {x[k]};
+      const Key key = keys_of(last)[0];
+      if (have < count || key > found[count - 1]) take(key, k);
+    }
+  }
+}
+
 // RMS norm times (weight + offset): y [rows, size].
 void normed(const Number* x, const Number* weight, float offset, float eps, Number* y, int64_t rows,
             int64_t size) {
@@ -314,6 +355,12 @@ void norm(const Number* x, const Number* weight, float offset, float eps, Number
 void peaks(const Number* x, int64_t* places, float* most, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > 1 << 18)
   for (int64_t row = 0; row < rows; row++) peak_of(x + row * size, size, places + row, most + row);
+}
+
+// `largest_of` each row of x [rows, size]: places [rows, count].
+void largest(const Number* x, int64_t* places, int64_t rows, int64_t size, int64_t count) {
+#pragma omp parallel for if (rows * size > 1 << 18)
+  for (int64_t row = 0; row < rows; row++) largest_of(x + row * size, size, count, places + row * count);
 }
 
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.

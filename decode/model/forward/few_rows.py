@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 TWELVE = 10  # the form in 12 bits; those between are in `quantised_rows`
-FUNCTIONS = "product", "norm", "peaks", "look_up", "layer", "layers"
+FUNCTIONS = "product", "norm", "peaks", "largest", "look_up", "layer", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
 ATTENTION = SOURCE.with_name("few_rows_attention.h")
@@ -140,6 +140,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
     found.norm.argtypes = [pointer] * 2 + [ctypes.c_float] * 2 + [pointer] + [size] * 2
     found.peaks.argtypes = [pointer] * 3 + [size] * 2
+    found.largest.argtypes = [pointer] * 2 + [size] * 3
     found.look_up.argtypes = [pointer] * 2
     found.layer.argtypes = [pointer] * 7 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size, pointer]

@@ -194,9 +194,10 @@ class FewRowsPass:
         texts, tokens, _ = states.shape
         rows = texts * tokens
         self._most = tokens if real is None else real.width  # of a text
-        self._scratch = states.new_empty(rows, sum(widths))
+        *begins, end = accumulate(widths, initial=0)
+        self._scratch = states.new_empty(rows, end)
         address, step = self._scratch.data_ptr(), rows * states.itemsize
-        self._places = [address + step * x for x in accumulate(widths[:-1], initial=0)]
+        self._places = [address + step * x for x in begins]
         self._passes: dict[Any, _Pass] = {}
         self._kept: list[Any] = []  # their memory lives as long as the addresses
 
@@ -357,6 +358,7 @@ class FewRowsPass:
         tokens, most = self._states.shape[0] * self._states.shape[1], self._most
         assert slots.strides[2:] == (layer.parts.head_size, 1)
         normed, qkv, mixed, gated, between = self._places
+        turn_row, turn_column = turns.stride()
         made = _Pass(
             texts=len(window.starts),
             text=window.rows.start,
@@ -367,8 +369,8 @@ class FewRowsPass:
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             turns=turns.data_ptr(),
-            turn_row=_step(turns, 0),
-            turn_column=turns.stride(1),
+            turn_row=turn_row if turns.shape[0] > 1 else 0,  # one is that of all texts
+            turn_column=turn_column,
             cache_text=slots.strides[0],
             cache_head=slots.strides[1],
             rotated=cos.shape[1],
@@ -384,10 +386,11 @@ class FewRowsPass:
             made.counts = torch.from_numpy(counts).data_ptr()
             self._kept.append(counts)
         if mask is not None:
-            if mask.stride(3) != 1:
+            row, _, made.mask_column, together = mask.stride()
+            if together != 1:
                 mask = mask.contiguous()
-            made.mask = mask.data_ptr()
-            made.mask_row, made.mask_column = _step(mask, 0), mask.stride(2)
+                row, _, made.mask_column, _ = mask.stride()
+            made.mask, made.mask_row = mask.data_ptr(), row if mask.shape[0] > 1 else 0
             self._kept.append(mask)
         if isinstance(window.read, slice):
             made.begin_read = window.read.start
@@ -409,8 +412,3 @@ class FewRowsPass:
         self._kept.append(memory)
         found.look_up(made.address, memory.data_ptr())
         return made
-
-
-def _step(x: Tensor, dimension: int) -> int:
-    """The stride of a dimension. 0 if it has one entry, which is that of all texts."""
-    return 0 if x.shape[dimension] == 1 else x.stride(dimension)

@@ -37,11 +37,11 @@ class LeanLayer(nn.Module):
         """[B, n, H] → [B, n, H]. attention_input: [B, n, R], if attention does not read the normed
         states."""
         if self.few_rows is not None and rotation is not None and isinstance(attend, SlotAttention):
-            mask, slots = attend.mask, attend.slots
-            if FewRowsPass.fits(states, [rotation], [mask], [slots], slots.real):
+            mask, slots, real = attend.mask, attend.slots, attend.slots.real
+            if FewRowsPass.fits(states, [rotation], [mask], [slots], real):
                 states = states.contiguous()
                 read = None if attention_input is None else attention_input.contiguous()
-                alone = FewRowsPass(states, self.few_rows.widths, slots.real)
+                alone = FewRowsPass(states, self.few_rows.widths, real)
                 return alone.run(self.few_rows, states, rotation, mask, slots, attention_input=read)
         return self.feed_forward(self.attention(states, rotation, attend, attention_input))
 

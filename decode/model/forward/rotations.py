@@ -75,9 +75,10 @@ class Rotations:
     def of(self, positions: Tensor, like: Tensor, *kind: str) -> Rotation:
         """cos and sin in the dtype of `like`. positions: int64 [B, n]. kind: the type of layer, for
         a module that takes it."""
-        if self._by_position(*kind) and reads_are_free(positions.device) and positions.numel():
-            key, (first, last) = (kind, like.dtype), map(int, positions.aminmax())
-            table = self._tables.get(key)
+        key = kind, like.dtype
+        table, free = self._tables.get(key), reads_are_free(positions.device)
+        if free and (table is not None or self._by_position(*kind)) and 0 not in positions.shape:
+            first, last = map(int, positions.aminmax())
             if table is None or table[0].shape[0] <= last:  # `len` takes longer
                 every = torch.arange(max(2 * last + 1, 256), device=positions.device)[None]
                 with torch.inference_mode(False), torch.no_grad():  # also for a training
