@@ -39,7 +39,6 @@ from train.measure.ranks import Ranks
 from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
 from train.settings.optimizer_config import OptimizerConfig
-from train.settings.schema import StageConfig
 from train.settings.text_settings import CacheConfig, LossConfig, TextConfig
 from train.settings.training import LoopConfig
 
@@ -231,10 +230,6 @@ class TrainingStage(TextStage[L]):
             tokens_per_pass=self.config.tokens_per_pass,
             pad_id=self.target.tokenizer.pad_token_id or 0,
         )
-
-    @classmethod
-    def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:
-        _ = config.weighted_loss  # refuses options of losses
 
     def cache_directory(self, name: str) -> Path:
         """The directory of an earlier stage's cache. name: the stage's name, or its directory."""
