@@ -35,8 +35,7 @@ from train.data.chat_tokens import Sample
 from train.data.read import Example, Examples, read_examples
 from train.data.splits import split_off
 from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
-from train.data.text_files import Texts
-from train.data.write_samples import require_kept, write_samples
+from train.data.text_files import Texts, require_kept, write_samples
 from train.measure.ranks import Ranks
 from train.stages.generate import GenerateStage
 

@@ -27,7 +27,7 @@ from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, Stage
 from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
-from train.data.write_samples import require_kept
+from train.data.text_files import require_kept
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
 from train.loop.meters.stage_flops import pass_flops
