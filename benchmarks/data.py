@@ -40,7 +40,7 @@ from train.data.read import Example, ReadSettings, data_fingerprint, read_source
 from train.data.sources import sources_of
 from train.data.splits import split_off, without_duplicates
 from train.data.stored_samples import PART, StoredSamples, sizes
-from train.data.write_samples import write_samples
+from train.data.text_files import write_samples
 from train.loop.meters.peak_memory import peak_memory
 from train.run.run import make_directory
 

@@ -5,15 +5,17 @@ Shapes: B rows, D draft tokens on the longest path.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from decode.draft import Contexts
 from decode.model.features import Features
-from decode.text_stream import Stop
 from decode.verdict import Verdict
+
+if TYPE_CHECKING:
+    from decode.text_stream import Stop
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -43,7 +45,7 @@ class Outcome:
         room: np.ndarray,
         eos: np.ndarray,
         ignore_eos: np.ndarray,
-        stops: Sequence[Stop | None] = (),
+        stops: "Sequence[Stop | None]" = (),
         stop_ids: np.ndarray | None = None,
     ) -> "Outcome":
         """A text ends inside the block after one of the ids `eos`, int64 [n], except in the rows

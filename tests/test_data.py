@@ -18,7 +18,7 @@ from train.data.read import Example, data_fingerprint, read_examples
 from train.data.sources import SourceName
 from train.data.stored_samples import StoredSamples
 from train.data.template import set_moment
-from train.data.write_samples import require_kept, write_samples
+from train.data.text_files import require_kept, write_samples
 
 # --- read ----------------------------------------------------------------------------------------
 

@@ -17,11 +17,16 @@ import train.data.corpus
 import train.data.text_files
 import train.stages
 from benchmarks import data as benchmark
-from decode.base.artifact import CorruptArtifact, remove_directory, write_directory
+from decode.base.artifact import (
+    CorruptArtifact,
+    remove_directory,
+    verify_directory,
+    write_directory,
+)
 from decode.base.errors import UserError
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context
 from tests.test_data import example, sample_of, write
-from tests.tiny import tiny_target
+from tests.tiny import VOCAB, tiny_target
 from tests.training import Killed, before_call
 from train.base.stage import StageInputs
 from train.data.answer_files import Answers, read_answers
@@ -30,8 +35,7 @@ from train.data.chat_tokens import Sample
 from train.data.read import Example, Examples, read_examples
 from train.data.splits import split_off
 from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
-from train.data.text_files import Texts
-from train.data.write_samples import require_kept, write_samples
+from train.data.text_files import Texts, require_kept, write_samples
 from train.measure.ranks import Ranks
 from train.stages.generate import GenerateStage
 
@@ -290,6 +294,27 @@ def test_answers_of_earlier_versions_are_read_and_gone_on_with(
     in_old_form(directory, 6)
     with pytest.raises(UserError, match=r"part-0 is of an earlier version.*delete .*answers to"):
         answers_of(context)
+
+
+def test_answers_are_counted_as_they_are_written(tmp_path: Path, decoded: list[int]) -> None:
+    """An earlier version did not count, so its whole part is written anew."""
+    ends = tuple(range(VOCAB // 5))  # some answers end, some are cut
+    context = stage_context(tmp_path, replace(tiny_target(), eos_token_ids=ends))
+    settings = SAMPLED | {"prompts": 4}
+    summary = run_stage(context, make_stage("generate", "answers", **settings)).summary
+    found = [answer["tokens"] for answer in read_answers(context.directory / "answers")]
+    cut = sum(tokens[-1] not in ends for tokens in found)
+    assert 0 < cut < len(found)
+    counts = {"prompts": 4, "answers": 8, "tokens": sum(map(len, found)), "cut_at_limit": cut}
+    assert summary.items() >= counts.items()
+    part = context.directory / "answers" / "part-0"
+    lines = (part / "0.jsonl").read_bytes()
+    meta = {k: v for k, v in verify_directory(part).items() if k not in counts}
+    write_directory(part, lambda path: (path / "0.jsonl").write_bytes(lines), meta=meta)
+    del decoded[:]
+    again = run_stage(context, make_stage("generate", "answers", **settings)).summary
+    assert again.items() >= counts.items()
+    assert not decoded
 
 
 def test_finished_answers_survive_a_mended_file(tmp_path: Path, decoded: list[int]) -> None:

@@ -49,7 +49,7 @@ from draftsmith.learn.training_run import (
     usable,
 )
 from train.base.console import Reporter
-from train.data.write_samples import NoSamples
+from train.data.text_files import NoSamples
 from train.engines.child_process import NoAnswer
 from train.engines.counters import DraftCounts, read_counters, served_models, smoke_counts
 from train.run.config import RunConfig

@@ -194,8 +194,9 @@ class Stage(ABC, Generic[C]):
 
     @classmethod
     def check(cls, config: C, earlier: Sequence[StageConfig]) -> None:
-        """Raise UserError for what only the code of parts knows of the settings, such as their
-        options, and the files of drafters. `config.checks` came before; no model is loaded yet."""
+        """Raise UserError for what only the code of parts knows of the settings, such as which
+        heads learn, and the files of drafters. `config.checks` came before; no model is loaded
+        yet."""
         return None
 
     @abstractmethod

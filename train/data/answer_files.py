@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 
 from decode.base.artifact import remove_directory, verify_directory, write_directory
 from decode.base.errors import UserError
-from train.data.read import Example, select, values
+from train.data.read import Example, id_key, select, values
 
 PART = "part-"
 BLOCK = 1024  # answers of a file of a part
@@ -87,7 +87,8 @@ class Answers:
         parts, meta = answer_parts(self.directory), dict[str, Any]()
         if [part.name for part in parts] == [f"{PART}0"] and not self._appended():
             meta = verify_directory(parts[0])
-        if meta.get("made_by") == self._made_by and meta.get("rows") == _hash(self._rows()):
+        is_same = meta.get("made_by") == self._made_by and meta.get("rows") == _hash(self._rows())
+        if is_same and "tokens" in meta:  # earlier versions did not count
             return None
         places = self._find()
         return [number for number, key in enumerate(self.keys) if key not in places]
@@ -155,15 +156,17 @@ class Answers:
         except OSError as error:
             raise UserError(f"cannot write {self._path}: {error.strerror}") from error
 
-    def finish(self, split: str, left_out: Mapping[str, int]) -> None:
+    def finish(self, split: str, left_out: Mapping[str, int], ends: Container[int]) -> None:
         """Write the part of all answers, then delete all other files. One process calls this, while
         none appends. split: whose prompts are answered. left_out: how many answers are missing for
-        which reason."""
+        which reason. ends: the ids that end a text."""
         places, rows = self._find(), self._rows()
         found = [row for row in rows if row[2] in places]
         firsts = range(0, len(found), BLOCK)
         meta: dict[str, Any] = {"rows": _hash(rows), "made_by": self._made_by, "split": split}
-        meta |= {"left_out": left_out, "retokenized": 0, "files": len(firsts)}
+        meta |= {"left_out": left_out, "files": len(firsts), "answers": len(found)}
+        meta |= {"prompts": len({id_key(name) for name, *_ in found})}
+        meta |= dict.fromkeys(("tokens", "cut_at_limit", "retokenized"), 0)
 
         def fill(directory: Path) -> None:
             for number, first in enumerate(firsts):
@@ -172,6 +175,8 @@ class Answers:
                     for name, sample, key in found[first : first + BLOCK]
                 ]
                 meta["retokenized"] += sum(x.get("retokenized", False) for x in answers)
+                meta["tokens"] += sum(len(x["tokens"]) for x in answers)
+                meta["cut_at_limit"] += sum(x["tokens"][-1] not in ends for x in answers)
                 (directory / f"{number}.jsonl").write_bytes(_lines(answers))
 
         write_directory(self.directory / f"{PART}0", fill, meta=meta)
@@ -239,8 +244,8 @@ def answers_of(file: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, lines)
 
 
-def unusable_answers(directory: Path) -> tuple[Counter[str], int]:
-    """Of a stage that `Answers` finished: how many answers were left out for which reason, and how
-    many others have the ids of their text, because a server returned none."""
-    meta = verify_directory(directory / f"{PART}0", deep=False)
-    return Counter(meta["left_out"]), meta["retokenized"]
+def answer_counts(directory: Path) -> dict[str, Any]:
+    """Of a stage that `Answers` finished: how many prompts, answers, tokens, and answers without an
+    end there are ("cut_at_limit"), how many were left out for which reason ("left_out"), and how
+    many have the ids of their text, because a server returned none ("retokenized")."""
+    return verify_directory(directory / f"{PART}0", deep=False)

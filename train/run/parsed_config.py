@@ -1,17 +1,19 @@
 """Reads the settings of a run, and says all that is wrong in them at once: values, settings that do
-not fit together, missing files. Nothing here imports torch, so it takes less than a second.
-`train.run.config_checks` then asks the parts that the settings name."""
+not fit together, missing files. It takes less than a second. Only parts with options take longer:
+their code knows the options, and it imports torch. `train.run.config_checks` then asks whether the
+parts fit each other."""
 
 from pathlib import Path
 from typing import Any
 
 from decode.base.errors import UserError, nearest
+from decode.base.registry import Registry
 from decode.base.strict import kinds_of
 from decode.model.device_maps import require_sound_map
 from decode.model.model_names import require_model_name
 from train.base.config_file import ConfigSource, Faults
 from train.data.sources import SourceName, require_sources
-from train.run.config import SPLITS, RunConfig
+from train.run.config import SPLITS, EvaluationConfig, RunConfig
 from train.settings.schema import StageConfig
 
 _KINDS = [*kinds_of(StageConfig, "kind")]
@@ -38,6 +40,7 @@ def parse_config(source: ConfigSource, *, files: bool = False) -> RunConfig:
     _check_target(config, source, faults)
     with faults.collected(source.place(("evaluation",))):
         _check_split(config)
+    _check_options(config.evaluation, source, faults)
     if files:
         _check_files(config, source, faults)
     faults.tell()
@@ -109,6 +112,23 @@ def _check_split(config: RunConfig) -> None:
             f"evaluation.split is {split}, but data has no such split; set data.{split}, or set "
             "evaluation.split: test"
         )
+
+
+def _check_options(settings: EvaluationConfig, source: ConfigSource, faults: Faults) -> None:
+    default, keys = EvaluationConfig(), ("rule", "policy", "shape")
+    chosen = [key for key in keys if getattr(settings, key) != getattr(default, key)]
+    if not chosen:
+        return
+
+    from decode.lengths import POLICIES
+    from decode.rules import RULES
+    from decode.shapes import SHAPES
+
+    registries: dict[str, Registry[Any]] = {"rule": RULES, "policy": POLICIES, "shape": SHAPES}
+    for key in chosen:
+        with faults.collected(source.explain(("evaluation", key), "does not fit: ")):
+            part = getattr(settings, key)
+            registries[key].make(part, max_depth=settings.gamma, depth=settings.gamma)
 
 
 def _check_files(config: RunConfig, source: ConfigSource, faults: Faults) -> None:

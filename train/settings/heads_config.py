@@ -11,6 +11,7 @@ from pydantic import Field
 from decode.base.errors import UserError
 from decode.base.strict import kinds_of
 from decode.model.model_names import EMBEDDED_PREFIX
+from decode.opening.shipped import shipped_drafter
 from distill.settings import DrafterLora, refuse
 from heads.options import HeadOptions
 from train.settings.drafter_stages import require_own_weights, require_whole
@@ -77,7 +78,9 @@ class HeadsConfig(LossConfig):
         if self.start is not None:
             reason = f"the heads of {self.start} keep their draft vocabulary"
             yield partial(refuse, self, draft_vocabulary=reason)
-            if not self.starts_from_directory(earlier):
+            if self.starts_from_directory(earlier):
+                yield partial(shipped_drafter, self.start)
+            else:
                 yield partial(self._check_start, self.start, earlier)
         if self.lora is not None:
             yield self._check_lora

@@ -6,7 +6,7 @@ from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, Field, GetCoreSchemaHandler, WithJsonSchema
 from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -87,6 +87,19 @@ def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
     return Annotated[reduce(or_, classes), Field(discriminator=tag)]
 
 
+def _with_options(losses: dict[str, Any]) -> dict[str, Any]:
+    """The losses, whose code knows their options. It imports torch, so it is asked only if there
+    are any."""
+    if any(isinstance(given, dict) for given in losses.values()):
+        from distill.losses import WeightedLoss
+
+        try:
+            WeightedLoss(losses)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+    return losses
+
+
 _LOSSES = registered_names("distill.losses")
 _READ_TEACHER = registered_names("distill.losses", without="needs_teacher: ClassVar[bool] = False")
 _WEIGHT = {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "object"}]}
@@ -96,6 +109,7 @@ else:
     Losses = Annotated[
         # An int stays one: runs compare and hash what they began with.
         dict[Literal[_LOSSES], Annotated[int | float, Field(gt=0)] | dict[str, Any]],
+        AfterValidator(_with_options),
         WithJsonSchema(
             {
                 "title": "a mapping of names and weights",

@@ -38,15 +38,9 @@ from distill.teacher.cache_parts import (
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.stage import STAGES, Stage, StageMemory, StagePlan, StageResult, StageWork
-from train.data.answer_files import (
-    Answers,
-    draw_number,
-    prompt_key,
-    read_answers,
-    unusable_answers,
-)
+from train.data.answer_files import Answers, answer_counts, draw_number, prompt_key
 from train.data.corpus import SELF_PROMPTS
-from train.data.read import Example, id_key, select, spread, values
+from train.data.read import Example, select, spread, values
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.data.turns import Turns
@@ -153,33 +147,22 @@ class GenerateStage(Stage[GenerateConfig]):
         begin, self._work = time.perf_counter(), StageWork(self.target.dtype)
         self._write_prompts()
         generated = self._generate(self._examples())
-        answers = tokens = cut = 0
-        prompts, ends = set(), set(self.target.eos_token_ids)
-        for answer in read_answers(self.directory):
-            answers, tokens = answers + 1, tokens + len(answer["tokens"])
-            cut += answer["tokens"][-1] not in ends
-            prompts.add(id_key(answer["id"]))
-        if not answers:
+        seconds, counts = time.perf_counter() - begin, answer_counts(self.directory)
+        if not counts["answers"]:
             raise UserError(
                 f"stage {self.config.name} has no usable answer; see server.max_unusable"
             )
-        seconds = time.perf_counter() - begin
-        summary: dict[str, Any] = {
-            "prompts": len(prompts),
-            "answers": answers,
-            "tokens": tokens,
-            "cut_at_limit": cut,
-            "tokens_per_second": generated / seconds if generated else None,
-        }
+        shown = ("prompts", "answers", "tokens", "cut_at_limit")
+        summary: dict[str, Any] = {name: counts[name] for name in shown}
+        summary["tokens_per_second"] = generated / seconds if generated else None
         self.reporter.say(
-            f"  {answers} answers, {tokens} tokens, {cut} cut at {self.config.max_new_tokens} "
-            "tokens"
+            f"  {counts['answers']} answers, {counts['tokens']} tokens, {counts['cut_at_limit']} "
+            f"cut at {self.config.max_new_tokens} tokens"
         )
         if self.config.server:
-            left_out, retokenized = unusable_answers(self.directory)
-            why = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-            summary |= {"left_out": why or "0", "retokenized": retokenized}
-            self.reporter.say(f"  left out: {why or 'none'}; {retokenized} retokenised")
+            why = ", ".join(f"{count} {reason}" for reason, count in counts["left_out"].items())
+            summary |= {"left_out": why or "0", "retokenized": counts["retokenized"]}
+            self.reporter.say(f"  left out: {why or 'none'}; {counts['retokenized']} retokenised")
         return StageResult(summary=summary, work=self._work)
 
     def _examples(self) -> Sequence[Example]:
@@ -260,7 +243,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 self._work.seconds = time.perf_counter() - begin
             lost = sum(ranks.gather(left_out), Counter[str]())
             split = SELF_PROMPTS if config.self_prompts else config.split
-            ranks.main_only(lambda: wanted.finish(split, lost))
+            ranks.main_only(lambda: wanted.finish(split, lost, self.target.eos_token_ids))
             bar.update(total)
         if ranks.is_main and parts_of(states):
             note_checked(states, "states")

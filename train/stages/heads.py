@@ -88,11 +88,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     @classmethod
     def check(cls, config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
-        super().check(config, earlier)
         if config.start is not None and config.starts_from_directory(earlier):
             check_directory(config, config.start)
-        if config.backbone is not None:
-            _ = config.backbone.weighted_loss  # refuses options of losses
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target

@@ -67,7 +67,6 @@ class OnlineStage(Stage[OnlineStageConfig]):
 
     @classmethod
     def check(cls, config: OnlineStageConfig, earlier: Sequence[StageConfig]) -> None:
-        WeightedLoss(config.losses)  # refuses options of losses
         rule = RULES[config.rule]
         if config.drafter.stage is None:
             return

@@ -27,7 +27,7 @@ from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, Stage
 from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
-from train.data.write_samples import require_kept
+from train.data.text_files import require_kept
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
 from train.loop.meters.stage_flops import pass_flops
@@ -39,7 +39,6 @@ from train.measure.ranks import Ranks
 from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
 from train.settings.optimizer_config import OptimizerConfig
-from train.settings.schema import StageConfig
 from train.settings.text_settings import CacheConfig, LossConfig, TextConfig
 from train.settings.training import LoopConfig
 
@@ -231,10 +230,6 @@ class TrainingStage(TextStage[L]):
             tokens_per_pass=self.config.tokens_per_pass,
             pad_id=self.target.tokenizer.pad_token_id or 0,
         )
-
-    @classmethod
-    def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:
-        _ = config.weighted_loss  # refuses options of losses
 
     def cache_directory(self, name: str) -> Path:
         """The directory of an earlier stage's cache. name: the stage's name, or its directory."""
