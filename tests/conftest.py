@@ -95,6 +95,17 @@ def context(tmp_path: Path, target: Target) -> StageInputs:
 
 
 @pytest.fixture
+def data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library `datasets` with a cache of the test's own, without network and progress bars."""
+    import datasets  # takes a second to import
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@pytest.fixture
 def plots() -> None:
     """For tests that look at the plots of a report."""
 

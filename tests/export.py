@@ -1,7 +1,7 @@
 """What tests of exports share: a tiny target that vLLM can run too, heads on it, and engines."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.drafters import DRAFTERS
-from decode.loop.decoding import Decoder
 from decode.model.forward import few_rows
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
@@ -36,7 +34,7 @@ from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import Heads
 from heads.options import HeadOptions
 from tests.stages import make_stage, run_stage, stage_context
-from tests.tiny import VOCAB, save_tiny
+from tests.tiny import VOCAB, finish_gguf, plain_texts, save_tiny
 
 PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
 # Attention heads of 32 numbers, the least that vLLM has kernels for.
@@ -44,6 +42,7 @@ SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 2}
 KEPT = torch.arange(0, VOCAB, 2)
 # So few tokens that nothing can be lost by those that are filled in.
 FEW = Measuring(lambda target: PROMPTS[:4], max_new_tokens=3)
+MEDUSA: dict[str, Any] = {"type": "medusa", "heads": 3}
 EAGLE1: dict[str, Any] = {"type": "eagle1", "depth": 3}
 EAGLE3: dict[str, Any] = {"type": "eagle3", "steps": 3}
 # As later releases of EAGLE have it, and what published layers have that ours have not.
@@ -98,7 +97,7 @@ def make_taught(
     """A drafter directory of heads that learnt the target's own texts of PROMPTS by heart, so that
     most of what they draft is accepted, and less if anything of them is read wrongly. reduced: to
     the tokens that occur there."""
-    ids, mask = _texts_of(target)
+    ids, mask = texts_of(target, PROMPTS, 24)
     torch.manual_seed(0)
     heads = new_heads(HeadOptions.of(options), target, ids.unique() if reduced else None)
     with torch.no_grad():  # Attention counts from the beginning, and with it positions.
@@ -123,7 +122,7 @@ def train_import(
     options = ImportOptions(depth=depth)
     import_drafter(str(directory / "out"), target, directory / "imported", options)
     heads = read_heads(directory / "imported", target)
-    teach(heads, target, *_texts_of(target), steps=steps)
+    teach(heads, target, *texts_of(target, PROMPTS, 24), steps=steps)
     if same:
         first, *others = (x for name, x in heads.named_parameters() if name.endswith(same))
         for weight in others:
@@ -154,12 +153,12 @@ def distill_import(directory: Path, target: Target, source: Path, **settings: An
     return tuned
 
 
-def _texts_of(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    """The PROMPTS with the target's own answers, int64 [N, T], and which tokens there are."""
-    eos = target.eos_token_ids
-    decoder = Decoder(target.model, DRAFTERS.make("none"), gamma=1, eos_token_ids=eos)
-    answers = decoder.decode(PROMPTS, 24).outputs
-    texts = [torch.tensor([*prompt, *text]) for prompt, text in zip(PROMPTS, answers, strict=True)]
+def texts_of(
+    target: Target, prompts: Sequence[list[int]], new: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prompts with the target's own answers, int64 [N, T], and which tokens there are."""
+    answers = plain_texts(target.model, prompts, new, eos_token_ids=target.eos_token_ids)
+    texts = [torch.tensor([*prompt, *text]) for prompt, text in zip(prompts, answers, strict=True)]
     ids = pad_sequence(texts, batch_first=True)
     lengths = torch.tensor([len(text) for text in texts])
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
@@ -296,8 +295,5 @@ def rewrite_gguf(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], 
             )
     for name, data in tensors.items():
         writer.add_tensor(name, data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     path.with_suffix(".new").replace(path)

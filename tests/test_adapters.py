@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
-from decode.drafters import Drafter, NoDrafter
+from decode.drafters import Drafter
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.model.forward import few_rows
@@ -31,7 +31,7 @@ from heads.heads_directory import save_heads
 from heads.heads_module import HeadBatch
 from tests.contract import HEAD_OPTIONS, moved_heads, options_for_tokens
 from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
-from tests.tiny import VOCAB, shortened, tiny_target
+from tests.tiny import VOCAB, finish, moved, plain_texts, shortened, tiny_target
 from train.base.stage import StageInputs
 
 pytestmark = pytest.mark.filterwarnings(
@@ -65,11 +65,7 @@ def logits_of(drafter: Any) -> torch.Tensor:
 
 def randomise(trained: Trainable) -> dict[str, torch.Tensor]:
     """Adapters as a training might leave them: the weights by name."""
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trained.model.named_parameters():
-            if "lora_B" in name:
-                parameter += 0.5 * torch.randn(parameter.shape, generator=g)
+    moved(trained.model, 0.5, seed=1, which=lambda name, _: "lora_B" in name)
     return trained.weights()
 
 
@@ -141,10 +137,8 @@ def test_an_adapter_drafts_what_the_merged_drafter_drafts(family: str, tmp_path:
     decoder = Decoder(target.model, routed, gamma=3)
     decoding = Decoding(decoder, PROMPTS, 12, settings=[RowSettings(label=x) for x in LABELS])
     assert routed.routes.tolist() == [1, 0, 0]
-    while not decoding.finished:
-        decoding.step()
-    plain_texts = Decoder(target.model, NoDrafter()).decode(PROMPTS, 12).outputs
-    assert decoding.result().outputs == plain_texts
+    finish(decoding)
+    assert decoding.result().outputs == plain_texts(target.model, PROMPTS, 12)
     # The trees of `with_shape` keep the adapter and the memory.
     assert blocks(apart.with_shape(apart.shape)) == own
 
@@ -176,27 +170,27 @@ def test_an_adapter_needs_the_base_that_it_was_trained_on(context: StageInputs) 
     named = describe_drafter(path)["base"]
     assert (named["kind"], named["path"]) == ("small_lm", "../../base/drafter")
     # Both can be moved together. A base with other weights is refused, with both hashes.
-    moved = context.directory / "moved"
-    moved.mkdir()
+    new = context.directory / "moved"
+    new.mkdir()
     for name in ("base", "de"):
-        (context.directory / name).rename(moved / name)
-    there = str(moved / "de" / "drafter")
+        (context.directory / name).rename(new / name)
+    there = str(new / "de" / "drafter")
     drafts_of(open_drafter(there, context.target), context.target)
     with pytest.raises(UserError, match=r"would change its base, .* merge it first"):
         open_drafter(f"{there}:weights=int8", context.target)
     if few_rows.library(torch.float32) is not None:
-        whole: Any = open_drafter(str(moved / "base" / "drafter"), context.target)
+        whole: Any = open_drafter(str(new / "base" / "drafter"), context.target)
         adapter: Any = open_drafter(there, context.target)
         assert blocks(adapter) & blocks(whole)
         del adapter, whole
-        in_bytes: Any = open_drafter(f"{moved / 'base' / 'drafter'}:weights=int8", context.target)
+        in_bytes: Any = open_drafter(f"{new / 'base' / 'drafter'}:weights=int8", context.target)
         adapter = open_drafter(there, context.target)
         assert not blocks(adapter) & blocks(in_bytes)
         del adapter, in_bytes
-    (moved / "base" / "drafter").rename(moved / "kept")
+    (new / "base" / "drafter").rename(new / "kept")
     with pytest.raises(UserError, match=r"belongs to the drafter .*base/drafter, which does not"):
         open_drafter(there, context.target)
-    (moved / "base" / "start").rename(moved / "base" / "drafter")
+    (new / "base" / "start").rename(new / "base" / "drafter")
     with pytest.raises(UserError, match=rf"hash {named['weights_sha256'][:12]}….* have \w+…; put"):
         open_drafter(there, context.target)
 

@@ -29,7 +29,6 @@ from draftsmith.net import few_lines
 from draftsmith.net.body import BodyMemory
 from draftsmith.net.limits import ServerLimits
 from tests import edge, upstream
-from tests.imports import ROOT, tracked
 from tests.service import until
 from tests.tiny import shortened, tiny_target
 from tools.attacks import (
@@ -55,6 +54,7 @@ from tools.attacks import (
     status,
     text_of,
 )
+from tools.imports import ROOT, tracked
 
 # `record` and `watch` read requests as `serve` does.
 KINDS = ["serve", "verify-server"]

@@ -24,7 +24,7 @@ from draftsmith.cli.main import app
 from tests.answer_server import AnswerEngine
 from tests.audit_controls import CONTROLS, PROMPTS, ROWS
 from tests.service import Running, serving
-from tests.tiny import near_drafter, shortened, tiny_target
+from tests.tiny import near_drafter, shortened, tiny_target, write_rows
 from tests.upstream import served
 
 TARGET = tiny_target()
@@ -49,8 +49,8 @@ def names(found: Audit, verdict: Judgement) -> set[str]:
 def test_an_honest_server_passes_and_its_report_says_so(server: Running, tmp_path: Path) -> None:
     TARGET.model.save_pretrained(tmp_path / "target")
     TARGET.tokenizer.save_pretrained(tmp_path / "target")
-    rows = [json.dumps({"prompt": text}) for text in ("the dog", "12 and 30", "sea shells")]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(rows), "utf-8")
+    rows = [{"prompt": text} for text in ("the dog", "12 and 30", "sea shells")]
+    write_rows(tmp_path / "prompts.jsonl", rows)
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "junit")}
     result = CliRunner().invoke(
         app,

@@ -39,9 +39,7 @@ EPS = torch.finfo(torch.bfloat16).eps
 UNIT = EPS * float(np.abs(TABLE).max())
 
 
-def texts_of(
-    choose: Any, seed: int, texts: int = 40, length: int = 30, weights: Any = TABLE
-) -> list[JudgedText]:
+def texts_of(choose: Any, seed: int, texts: int = 40, weights: Any = TABLE) -> list[JudgedText]:
     """Judged by the rounding of bfloat16. choose: of logits [V] and random numbers, a token."""
     rng = np.random.default_rng(seed)
     judge = TextJudge(bigrams(), Sampling(), 0, torch.bfloat16)
@@ -49,7 +47,7 @@ def texts_of(
     for number in range(texts):
         prompt = np.random.default_rng(number).integers(0, VOCAB, START).tolist()
         text = list(prompt)
-        for _ in range(length):
+        for _ in range(30):
             text.append(int(choose(weights[text[-1]], rng)))
         found.append(judge.judge(EngineText(number, prompt, text[START:])))
     return found

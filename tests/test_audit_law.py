@@ -79,11 +79,11 @@ def honest(sampling: Sampling) -> Drawing:
     return lambda logits, text, rng: int(rng.choice(VOCAB, p=law(logits, sampling, text)))
 
 
-def judged(draw: Drawing, sampling: Sampling, seed: int, texts: int = TEXTS) -> list[JudgedText]:
+def judged(draw: Drawing, sampling: Sampling, seed: int) -> list[JudgedText]:
     rng = np.random.default_rng(seed)
     judge = TextJudge(bigrams(), sampling, seed, torch.float32)
     found = []
-    for number in range(texts):
+    for number in range(TEXTS):
         prompt = np.random.default_rng(number // 2).integers(0, VOCAB, START).tolist()
         text = list(prompt)
         for _ in range(LENGTH):
@@ -114,9 +114,9 @@ def test_honest_draws_pass(seed: int) -> None:
     assert {finding.verdict for finding in findings} == {Judgement.EQUAL}, findings
 
 
-def wrong(draw: Drawing, sampling: Sampling, texts: int = TEXTS) -> set[str]:
+def wrong(draw: Drawing, sampling: Sampling) -> set[str]:
     """The names of the tests that find an error."""
-    findings = sampled_findings(judged(draw, sampling, 0, texts), level=1e-3)
+    findings = sampled_findings(judged(draw, sampling, 0), level=1e-3)
     return {finding.name for finding in findings if finding.verdict is Judgement.WRONG}
 
 

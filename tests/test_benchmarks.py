@@ -42,7 +42,7 @@ from heads.kinds import HEADS
 from heads.options import HeadOptions
 from tests.export import needs
 from tests.test_target import write_gguf
-from tests.tiny import save_tiny, tiny_llama, tiny_target
+from tests.tiny import moved, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.run.config_checks import validate_config
 
@@ -101,12 +101,7 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
 def tiny_models(tmp_path):
     """A target, and as drafter what is left of it after some noise: it is right now and then."""
     drafter = save_tiny(tmp_path / "drafter")
-    model = tiny_llama()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * torch.randn(weight.shape, generator=generator)
-    model.save_pretrained(drafter)
+    moved(tiny_llama(), 0.1).save_pretrained(drafter)
     target = tiny_target()
     eagle = new_heads(HeadOptions.of({"type": "eagle1", "depth": 3}), target, None)
     save_heads(tmp_path / "eagle", eagle, target=target, provenance={})

@@ -8,30 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
 from decode.base.artifact import CorruptArtifact, verify_directory
 from decode.base.errors import UserError
 from decode.costs import Costs
-from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
-from decode.opening.directory import describe_drafter, open_drafter, save_drafter
+from decode.opening.directory import describe_drafter, open_drafter
 from decode.settings import DecodeSettings
 from decode.shapes.calibrated import grow_greedily
 from decode.shapes.sequoia import TreePlan
 from decode.shapes.static import TREE, store_tree, stored_shape
 from decode.shapes.structure import Structure
-from distill.losses import WeightedLoss
-from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.main import app
-from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.options import HeadOptions
-from tests.tiny import moved, save_tiny, tiny_target, tiny_tokenizer
+from tests.export import teach, texts_of
+from tests.tiny import moved, plain_texts, save_small_lm, save_tiny, tiny_target, write_rows
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import read_examples
 from train.measure.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
@@ -48,35 +43,17 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, dev prompts, and two drafters that are sometimes right: a small LM, which is the
     target with noise, and heads that were shown its answers."""
     base = tmp_path_factory.mktemp("trees")
-    rows = [json.dumps({"prompt": words}) + "\n" for words in WORDS]
-    (base / "dev.jsonl").write_text("".join(rows), "utf-8")
+    write_rows(base / "dev.jsonl", [{"prompt": words} for words in WORDS])
     save_tiny(base / "target")
     target = load_target(str(base / "target"), dtype="float32", device="cpu")
     noisy = copy.deepcopy(target.model)
     moved(noisy.model.layers, 0.05)
 
-    def write(directory: Path) -> None:
-        noisy.save_pretrained(directory)
-        tiny_tokenizer().save_pretrained(directory)
-
-    save_drafter(base / "small", "small_lm", write, target=target, provenance={"steps": 3})
+    save_small_lm(base / "small", noisy, target, provenance={"steps": 3})
     examples, _ = read_examples(str(base / "dev.jsonl"))
     prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
-    plain = Decoder(target.model, DRAFTERS["none"]()).decode(prompts, NEW).outputs
     heads = new_heads(HeadOptions.of({"type": "medusa", "heads": 3}), target, None)
-    module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target.model)
-    optimizer = torch.optim.Adam(heads.parameters(), lr=3e-3)
-    for _ in range(25):
-        for prompt, answer in zip(prompts, plain, strict=True):
-            ids = torch.tensor([[*prompt, *answer]])
-            mask = torch.ones_like(ids, dtype=torch.bool)
-            features = LiveFeatures(target.model, module.captured_layers).features(
-                ids, mask.long(), []
-            )
-            loss, _ = module(ids, mask, features, heads.loss_weights(0.0))
-            optimizer.zero_grad()
-            (loss / mask.sum()).backward()
-            optimizer.step()
+    teach(heads, target, *texts_of(target, prompts, NEW), steps=50)
     save_heads(base / "heads", heads, target=target, provenance={})
     return base
 
@@ -162,8 +139,7 @@ def test_a_tree_is_measured_stored_and_then_the_default(
     counts = DecodeSettings(gamma=shape.structure.depth).decoder(target, drafter)[0]
     done = counts.decode(prompts, NEW)
     assert done.counts.tokens_per_step == pytest.approx(told["tokens_per_step"])
-    plain = Decoder(target.model, DRAFTERS["none"]()).decode(prompts, NEW)
-    assert done.outputs == plain.outputs
+    assert done.outputs == plain_texts(target.model, prompts, NEW)
     assert told["tokens_per_step"] > 1.2
 
     # A second calibration puts another tree in its place.

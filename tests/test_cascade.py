@@ -30,7 +30,7 @@ from decode.shapes import SHAPES
 from tests.enumeration import Contextual, enumerate_chains, enumerate_drafts, total_variation
 from tests.lossless import FixedDraft
 from tests.test_sparse import sparse as few_tokens
-from tests.tiny import moved, padded, save_tiny, tiny_model, tiny_target, tokens_fed
+from tests.tiny import moved, padded, plain_texts, save_tiny, tiny_model, tiny_target, tokens_fed
 
 GREEDY = Sampling()
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3, [30] * 9]
@@ -159,9 +159,8 @@ def test_a_model_with_fewer_rows_and_a_short_context() -> None:
     small.set_output_embeddings(torch.nn.Linear(32, 150, bias=False))
     lm = SmallLMDrafter(small, ids, vocab_size=310)
     cascade = VerticalCascade(lm, FixedDraft((308, 4)), gamma=2)
-    plain = Decoder(target, DRAFTERS["none"]()).decode(PROMPTS, 30)
     done = Decoder(target, cascade, gamma=4).decode(PROMPTS, 30)
-    assert done.outputs == plain.outputs
+    assert done.outputs == plain_texts(target, PROMPTS, 30)
     contexts = Contexts.of(PROMPTS, 40)
     cascade.start(contexts)
     noise = CounterRNG(0, torch.arange(len(PROMPTS)))

@@ -19,7 +19,6 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
@@ -31,7 +30,7 @@ from draftsmith.chat.live_answer import LiveAnswer
 from draftsmith.chat.terminal import Terminal, figures_line, write_svg
 from draftsmith.cli.chat import ChatTarget, default_drafter
 from draftsmith.cli.main import app
-from tests.tiny import save_small_lm, save_tiny, tiny_target
+from tests.tiny import moved, plain_texts, save_small_lm, save_tiny, tiny_target
 
 GREEN = "\x1b[32m"
 TOKENS = 40
@@ -46,48 +45,38 @@ def target() -> Target:
 
 def near_target(target: Target) -> Drafter:
     """A drafter that is often right: the target with noise in its weights."""
-    model = copy.deepcopy(target.model)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        for weights in model.parameters():
-            weights.add_(0.03 * torch.randn_like(weights))
-    return SmallLMDrafter.of_target(model, target)
+    return SmallLMDrafter.of_target(moved(copy.deepcopy(target.model), 0.03), target)
 
 
-def talk(target: Target, *, tokens: int = TOKENS) -> Conversation:
+def talk(target: Target) -> Conversation:
     settings = DecodeSettings(gamma=3)
-    return Conversation(target, near_target(target), settings, max_new_tokens=tokens)
+    return Conversation(target, near_target(target), settings, max_new_tokens=TOKENS)
 
 
 def plain_answer(target: Target, messages: list[dict[str, str]]) -> list[int]:
-    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
-    return decoder.decode([prompt_ids(messages, target.tokenizer)], TOKENS).outputs[0]
+    prompt = prompt_ids(messages, target.tokenizer)
+    return plain_texts(target.model, [prompt], TOKENS, eos_token_ids=target.eos_token_ids)[0]
 
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def terminal_of(conversation: Conversation, *lines: str, coloured: bool = True) -> Terminal:
+def terminal_of(conversation: Conversation, *lines: str) -> Terminal:
     script = iter(lines)
-
-    def console(terminal: bool) -> Console:
-        system: Any = "standard" if coloured else None
-        return Console(
-            file=io.StringIO(),
-            force_terminal=terminal,
-            color_system=system,
-            highlight=False,
-            width=WIDTH,
-            height=HEIGHT,
-            _environ={"TERM": "xterm"},
-        )
-
-    answers = console(coloured)
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="standard",
+        highlight=False,
+        width=WIDTH,
+        height=HEIGHT,
+        _environ={"TERM": "xterm"},
+    )
     return Terminal(
         conversation,
-        answers,
-        answers if coloured else console(False),
+        console,
+        console,
         lambda _: next(script, None),
         lambda spec: open_drafter(spec, conversation.target),
     )
@@ -384,6 +373,17 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     stored = json.loads((tmp_path / "chat.json").read_text("utf-8"))
     assert [answer["text"] for answer in stored] == texts
     assert stored[1]["steps"] > 0
+
+
+def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
+    target = str(save_tiny(tmp_path / "target"))
+    # Long enough that plain steps were timed.
+    options = ["--target", target, "--drafter", "none", "--max-new-tokens", "40"]
+    result = CliRunner().invoke(app, ["chat", *options], input="a b\n")
+    assert result.exit_code == 0, result.output
+    assert "1.00 tokens per step" in result.output
+    assert "acceptance rate –" in result.output
+    assert "no drafts to compare with plain decoding" in result.output
 
 
 def test_bfloat16_is_taken_where_the_processor_multiplies_in_it(

@@ -26,7 +26,7 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.time_costs import measure_costs
-from tests.tiny import finish, tiny_model, tiny_target
+from tests.tiny import finish, plain_texts, tiny_model, tiny_target
 from train.measure.evaluation import evaluate
 
 model = functools.cache(tiny_model)
@@ -307,8 +307,7 @@ def test_one_of_several_drafters_reads_when_it_is_asked(monkeypatch: pytest.Monk
     timing = decoding.clock.timing
     assert timing.draft_prefill > 10 * len(PROMPT) > timing.draft
     finish(decoding)
-    texts = Decoder(model("llama"), DRAFTERS["none"]()).decode([PROMPT, PROMPT * 4], 9)
-    assert decoding.result().outputs == texts.outputs
+    assert decoding.result().outputs == plain_texts(model("llama"), [PROMPT, PROMPT * 4], 9)
 
 
 def test_a_machine_that_slows_down_slows_both_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,8 +360,7 @@ def test_the_cost_model_in_the_loop(monkeypatch: pytest.MonkeyPatch, c: float) -
     # Once it reads the prompt, which no policy can spare it: that is counted apart.
     assert run.timing.draft_prefill >= c * (1 + 0.03 * (len(PROMPT) - 1))
     assert run.timing.stepping <= 1.05 * run.counts.emitted
-    plain = Decoder(model("llama"), DRAFTERS["none"]())
-    assert plain.decode([PROMPT], 240).outputs == run.outputs
+    assert plain_texts(model("llama"), [PROMPT], 240) == run.outputs
 
 
 def test_parts_that_need_costs_get_them() -> None:

@@ -17,7 +17,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
-from tests.tiny import VOCAB, near_drafter, tiny_model
+from tests.tiny import VOCAB, finish, near_drafter, tiny_model
 
 PROMPTS = [[5, 9, 12, 40], [7, 7, 3], [100, 2]]
 SAMPLING = Sampling(temperature=0.9, top_p=0.95)
@@ -105,8 +105,7 @@ def test_rows_that_sit_out_stay_as_they_are(rule: str, policy: str) -> None:
         return Decoding(parts, PROMPTS, 16, seed=2)
 
     together = decoding()
-    while not together.finished:
-        together.step()
+    finish(together)
     apart, turn = decoding(), 0
     settings = RowSettings(SAMPLING, seed=2)
     while not apart.finished:

@@ -4,6 +4,7 @@ import json
 import random
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -248,16 +249,11 @@ def test_fingerprint_follows_content_and_order_but_not_the_place(tmp_path: Path)
     assert len({base, *changed}) == 1 + len(changed)
 
 
-def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    datasets.disable_progress_bars()
+def test_data_sets(tmp_path: Path, data_sets: Any) -> None:
     rows = [{"prompt": "a", "text": None}, {"prompt": None, "text": "b"}]
-    train = datasets.Dataset.from_list(rows)
+    train = data_sets.Dataset.from_list(rows)
     train.save_to_disk(tmp_path / "one")
-    both = datasets.DatasetDict({"train": train, "test": train.select([1])})
+    both = data_sets.DatasetDict({"train": train, "test": train.select([1])})
     both.save_to_disk(tmp_path / "both")
     train.to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.base.errors import UserError
 from tests.test_data import tokenizer_with
+from tests.tiny import write_rows
 from train.data.chat_tokens import prompt_tokens, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import Duplicates, split_off, without_duplicates, without_refused
@@ -45,12 +46,12 @@ def turns(example: Example) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in example.messages or ()]
 
 
-@pytest.mark.parametrize("wrap", ["lines", "array", "object", "lines in .json"])
+@pytest.mark.parametrize("wrap", ["lines", "object", "lines in .json"])
 def test_the_columns_say_what_a_row_is(tmp_path: Path, wrap: str) -> None:
     lines = "\n".join(map(json.dumps, ROWS))
-    text = {"array": json.dumps(ROWS), "object": json.dumps({"version": 1, "data": ROWS})}
+    whole = json.dumps({"version": 1, "data": ROWS})
     path = tmp_path / ("rows.jsonl" if wrap == "lines" else "rows.json")
-    path.write_text(text.get(wrap, lines), "utf-8")
+    path.write_text(whole if wrap == "object" else lines, "utf-8")
     examples, _ = read_examples(str(path))
     assert [turns(e) for e in examples] == [
         [("user", "a"), ("assistant", "b")],
@@ -80,7 +81,7 @@ def test_a_file_has_the_same_numbers_and_codes_by_either_name(tmp_path: Path) ->
 
 
 def rows_of(path: Path, *rows: Any, **settings: Any) -> list[Example]:
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_rows(path, rows)
     return list(read_examples(str(path), **settings)[0])
 
 
@@ -188,23 +189,14 @@ def test_reasoning_in_an_answer_is_dropped(tmp_path: Path, answer: str, rest: st
         assert turns(rows_of(path, row, reasoning="drop")[0])[1] == ("assistant", rest)
 
 
-@pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    datasets.disable_progress_bars()
-    return datasets
-
-
-def test_only_nulls_of_a_table_are_missing_arguments(tmp_path: Path, tables: Any) -> None:
+def test_only_nulls_of_a_table_are_missing_arguments(tmp_path: Path, data_sets: Any) -> None:
     def row(name: str, **arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
 
     rows = [row("add", a=0, b={"x": 1}), row("look", city="x", near=None)]
-    tables.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
+    data_sets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    write_rows(tmp_path / "rows.jsonl", rows)
     for name, second in (("parquet", {"city": "x"}), ("jsonl", {"city": "x", "near": None})):
         examples, _ = read_examples(str(tmp_path / f"rows.{name}"))
         calls = [(e.messages or ())[1]["tool_calls"][0]["function"]["arguments"] for e in examples]
@@ -216,10 +208,12 @@ def test_only_nulls_of_a_table_are_missing_arguments(tmp_path: Path, tables: Any
 
 
 @pytest.mark.parametrize("form", ["arrow", "numpy", "pandas"])
-def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path, tables: Any, form: str) -> None:
+def test_columns_that_are_not_read_are_not_decoded(
+    tmp_path: Path, data_sets: Any, form: str
+) -> None:
     """The sound is no sound, and a format of the saved data set is of no matter."""
     rows = [{"messages": [USER], "id": 1.0, "sound": {"path": "none.wav", "bytes": b"x"}}]
-    data = tables.Dataset.from_list(rows).cast_column("sound", tables.Audio())
+    data = data_sets.Dataset.from_list(rows).cast_column("sound", data_sets.Audio())
     data.with_format(form).save_to_disk(tmp_path / "saved")
     data.to_parquet(tmp_path / "rows.parquet")
     for name in ("saved", "rows.parquet"):
@@ -251,7 +245,7 @@ def with_template(text: str) -> PreTrainedTokenizerFast:
 
 def test_tool_messages_are_kept_only_if_the_template_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, ROWS)), "utf-8")
+    write_rows(path, ROWS)
     examples, _ = read_examples(str(path))
     ignores = "<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>"
     writes = ignores.replace(

@@ -14,7 +14,8 @@ import train.data.read
 import train.data.splits
 import train.data.template
 from decode.base.errors import UserError
-from tests.test_run import make_base, start, write_rows
+from tests.test_run import make_base, start
+from tests.tiny import write_rows
 from train.base.console import Reporter
 from train.data.read import Examples
 from train.run.config_checks import load_config

@@ -16,6 +16,7 @@ import pytest
 from decode.base.errors import UserError
 from train.data.read import Example, read_examples
 
+pytestmark = pytest.mark.usefixtures("data_sets")
 with_json = pytest.mark.skipif(
     not hasattr(datasets, "Json"), reason="this version of datasets has no columns of JSON"
 )
@@ -58,13 +59,6 @@ configs:
   data_files: {b}
 ---
 """
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    datasets.disable_progress_bars()
 
 
 def random_row(draw: random.Random, number: int) -> dict[str, Any]:

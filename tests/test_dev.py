@@ -19,6 +19,7 @@ from distill.teacher.teacher_signal import TeacherLogits
 from distill.trainable_model import Trainable
 from distill.untrained_student import student_from_layers
 from tests.stages import DRAFTER, drafter_weights, make_stage, plan_stage, run_stage
+from tests.tiny import moved
 from tests.training import assert_equal, tiny_trainer
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import spread
@@ -193,11 +194,7 @@ def test_merged_adapters_are_the_model_with_adapters(target):
     before = student.model.eval()(ids).logits
     # Adapters begin as nothing.
     torch.testing.assert_close(before, target.model(ids).logits, rtol=1e-5, atol=1e-5)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in student.model.named_parameters():
-            if "lora_" in name:
-                parameter += 0.2 * torch.randn(parameter.shape, generator=g)
+    moved(student.model, 0.2, which=lambda name, _: "lora_" in name)
     whole = student.model(ids).logits
     merged, vocabulary = student.plain(student.weights())
     assert vocabulary is None

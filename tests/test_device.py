@@ -34,7 +34,7 @@ from heads.options import HeadOptions
 from tests.contract import HEAD_OPTIONS, RoutedByFirst
 from tests.device import SimulatedDevice, Wait, simulated_device
 from tests.other_tokenizers import shuffled, with_rows
-from tests.tiny import VOCAB, as_target, shortened, tiny_model
+from tests.tiny import VOCAB, as_target, moved, shortened, tiny_model
 
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11, 12, 13, 11]]
 NEW, LONGER = 9, 14
@@ -66,8 +66,7 @@ def headed(kind: str, shape: Shape | None = None) -> Build:
             heads: Any = HEADS[options.type](options, model)  # type: ignore[call-arg]
             torch.manual_seed(5)  # what a constructor draws depends on the device
             heads.init_weights(model)
-            for parameter in heads.parameters():
-                parameter += 0.1 * torch.randn(parameter.shape)
+        moved(heads, 0.1, seed=5)
         move(heads).borrow(target)
         drafter: Any = DRAFTERS[kind]
         built: Drafter = drafter(heads, VOCAB, shape)

@@ -12,14 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 import draftsmith
-from decode.drafters import DRAFTERS
-from decode.loop.decoding import Decoder
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis.causes import CAUSES
 from draftsmith.diagnosis.evidence import PLACES, Evidence
 from draftsmith.diagnosis.mistakes import MISTAKES, with_method
 from heads.heads_drafter import HeadsDrafter
-from tests.tiny import VOCAB, save_tiny
+from tests.first_run import make_first_run, settings
+from tests.tiny import VOCAB, plain_texts
 from tools.diagnosis_controls import GAMMA, TOKENS, target, taught_on
 from train.base.exit_status import ExitStatus
 from train.data.chat_tokens import Sample
@@ -28,17 +27,16 @@ BEGIN, END = [1, 9], [11, 1]  # what a template writes before a question and bef
 ANSWER = 40
 
 
-def asked(count: int, seed: int, lengths: tuple[int, ...] = (5,)) -> list[list[int]]:
+def asked(count: int, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
-    sizes = (lengths[number % len(lengths)] for number in range(count))
-    return [[*BEGIN, *rng.integers(20, VOCAB, size).tolist(), *END] for size in sizes]
+    return [[*BEGIN, *rng.integers(20, VOCAB, 5).tolist(), *END] for _ in range(count)]
 
 
 @functools.cache
 def sound() -> Evidence:
     """A drafter that learnt the target's answers by heart, and is asked the same prompts."""
     prompts = asked(12, 0)
-    answers = Decoder(target().model, DRAFTERS["none"](), gamma=1).decode(prompts, ANSWER).outputs
+    answers = plain_texts(target().model, prompts, ANSWER)
     texts = [x + y for x, y in zip(prompts, answers, strict=True)]
     samples = [
         Sample(str(number), text, [False] * len(prompt) + [True] * len(answer))
@@ -121,26 +119,8 @@ def test_a_cause_is_found_where_it_was_planted(
 
 
 def test_a_run_is_diagnosed_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_tiny(tmp_path / "target")
-    rows = [{"prompt": f"What is {n}?", "response": f"It is {n}, of course."} for n in range(30)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    loop = {"tokens_per_batch": 256, "max_steps": 2}
-    stage = {
-        "kind": "heads",
-        "name": "heads",
-        "heads": {"type": "medusa", "heads": 2},
-        "loop": loop,
-    }
-    few = {"prompts": 3, "timed_prompts": 0, "max_new_tokens": 6, "baselines": (), "in_turn": ()}
-    run = draftsmith.train(
-        {
-            "name": "first", "trackers": (), "stages": (stage,), "evaluation": few,
-            "target": {"model": "target", "dtype": "float32", "device": "cpu"},
-            "data": {"train": "rows.jsonl", "duplicates": "keep"},
-        },
-        quiet=True,
-    )  # fmt: skip
+    config = settings(make_first_run(tmp_path, monkeypatch))
+    run = draftsmith.train(config, overrides=["stages.heads.loop.max_steps=2"], quiet=True)
 
     def said(*more: str) -> tuple[int, str]:
         words = ["diagnose", "--run", str(run.directory), "--dtype", "float32", "--gamma", "2"]

@@ -10,7 +10,7 @@ import torch
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
-from decode.drafters import DRAFTERS, Drafter
+from decode.drafters import Drafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter, continuation
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
@@ -25,7 +25,7 @@ from decode.verification import Verification
 from tests import lossless
 from tests.test_loop import RandomTrees
 from tests.test_slots import NewBytes
-from tests.tiny import after, judged, padded, tiny_model, tokens_fed
+from tests.tiny import after, judged, padded, plain_texts, tiny_model, tokens_fed
 
 GREEDY = Sampling()
 model = functools.cache(tiny_model)
@@ -42,8 +42,8 @@ def append(contexts: Contexts, new: list[list[int]]) -> None:
         contexts.lengths[row] += len(tokens)
 
 
-def noise_for(rows: int, seed: int = 0) -> CounterRNG:
-    return CounterRNG(seed, torch.arange(rows))
+def noise_for(rows: int) -> CounterRNG:
+    return CounterRNG(0, torch.arange(rows))
 
 
 def limits_of(contexts: Contexts, gamma: int) -> Limits:
@@ -202,11 +202,11 @@ def test_greedy_text_is_plain_decodings_when_it_outgrows_the_drafter(name: str) 
     the context lets there be."""
     small = tiny_model("llama", seed=7, layers=1, max_positions=12)
     prompts = [[5] * 40, [7], [5, 17, 250] * 4]
-    plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
+    plain = plain_texts(model("llama"), prompts, 24)
     for gamma in (3, 13):
         drafter = SmallLMDrafter(small, shape=SHAPES.make(name))
         found = Decoder(model("llama"), drafter, gamma=gamma).decode(prompts, 24)
-        assert found.outputs == plain.outputs
+        assert found.outputs == plain
         # Each step drafted, but for the last ones, which leave no room.
         assert found.counts.drafted[0] >= found.counts.steps - 3
 
@@ -317,11 +317,11 @@ class Watched(StoreDrafter):
 def test_the_store_is_fed_with_the_targets_likeliest_tokens() -> None:
     store = Watched(min_n=4, max_n=4, top_k=3, width=50)
     prompts = [[5, 17, 250, 9, 42], [7] * 5, [11, 12, 13, 14] * 3]
-    plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
+    plain = plain_texts(model("llama"), prompts, 24)
     first = Decoder(model("llama"), store, gamma=4).decode(prompts, 24)
     assert store.shown >= 60
     second = Decoder(model("llama"), store, gamma=4).decode(prompts, 24)
-    assert first.outputs == second.outputs == plain.outputs
+    assert first.outputs == second.outputs == plain
     # What was said before is known by heart.
     assert second.counts.steps < first.counts.steps
     assert second.counts.acceptance_rate > 0.9
@@ -334,7 +334,7 @@ def test_a_store_beside_others_is_fed_too() -> None:
         prompts, 12
     )
     assert store.shown >= 20
-    assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 12).outputs
+    assert run.outputs == plain_texts(model("llama"), prompts, 12)
 
 
 # --- several drafters -----------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
     assert trees.branches
     prompts = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3]
     run = Decoder(model("llama"), trees, gamma=3).decode(prompts, 24)
-    assert run.outputs == Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24).outputs
+    assert run.outputs == plain_texts(model("llama"), prompts, 24)
     assert run.counts.nodes_per_step > 3
     with pytest.raises(UserError, match="does not take a shape"):
         CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
@@ -502,20 +502,19 @@ def test_one_vocabulary_padded_to_other_sizes(target_rows: int, rows: int, name:
     drafter has no embedding for."""
     target, small = pair(target_rows, rows)
     prompts = [[5, 17, 250, 9, 42], [7], [30] * 9]
-    plain = Decoder(target, DRAFTERS["none"]()).decode(prompts, 24)
     drafter = SmallLMDrafter(
         small, shape=SHAPES.make(name, depth=3), vocab_size=target_rows, tokens=270
     )
     sampling = Sampling(repetition_penalty=1.2)
     for how in (GREEDY, sampling):
         found = Decoder(target, drafter, gamma=3, sampling=how).decode(prompts, 24)
-        expected = Decoder(target, DRAFTERS["none"](), sampling=how).decode(prompts, 24)
-        assert found.outputs == expected.outputs
+        assert found.outputs == plain_texts(target, prompts, 24, sampling=how)
         assert max(max(output) for output in found.outputs) >= 270
         assert found.counts.accepted.sum() > 0
     if name == "chain":
         looked = CompositeDrafter([NgramDrafter(1, 2), drafter])
-        assert Decoder(target, looked, gamma=3).decode(prompts, 24).outputs == plain.outputs
+        found = Decoder(target, looked, gamma=3).decode(prompts, 24)
+        assert found.outputs == plain_texts(target, prompts, 24)
 
 
 @pytest.mark.parametrize(("target_rows", "rows"), [(300, 320), (320, 280)])
@@ -554,14 +553,14 @@ def test_drafts_deeper_than_the_room_that_is_left(name: str) -> None:
     """Cut to what each row has, in the target's positions and in the drafter's."""
     small = tiny_model("gpt2", max_positions=20)
     prompts = [[5] * 17, [7]]
-    plain = Decoder(small, DRAFTERS["none"]()).decode(prompts, 64)
-    assert [len(output) for output in plain.outputs] == [3, 19]
+    plain = plain_texts(small, prompts, 64)
+    assert [len(output) for output in plain] == [3, 19]
     drafters = {
         "trees": RandomTrees("gpt2"),
         "same": SmallLMDrafter(small),
     }
     run = Decoder(small, drafters[name], gamma=19, rule="exact").decode(prompts, 64)
-    assert run.outputs == plain.outputs
+    assert run.outputs == plain
     if name == "same":
         assert run.counts.by_accepted.nonzero()[0].max() == 17  # all but two of the 19
 

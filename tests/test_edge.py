@@ -31,7 +31,7 @@ from draftsmith.edge.protocol import (
 from draftsmith.edge.server import LinkedEdge
 from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
 from tests.relay import Relay
-from tests.tiny import near_drafter, save_tiny
+from tests.tiny import near_drafter, save_tiny, write_rows
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
 
@@ -278,7 +278,7 @@ def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
 
 def test_the_calibrated_threshold_is_the_servers(tmp_path: Path) -> None:
     directory, prompts = str(save_tiny(tmp_path / "target")), tmp_path / "dev.jsonl"
-    prompts.write_text(json.dumps({"prompt": "What?"}) + "\n", "utf-8")
+    write_rows(prompts, [{"prompt": "What?"}])
     command = ["calibrate", "--target", directory, "--drafter", directory, "--thresholds", "0.125"]
     command += ["--prompts", str(prompts), "--max-new-tokens", "8"]
     done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "figures.json")])

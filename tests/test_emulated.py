@@ -11,7 +11,7 @@ import torch
 from decode.base.processor import cpu_flags
 from decode.model.forward import few_rows
 from tests import skips
-from tests.imports import ROOT
+from tools.imports import ROOT
 
 # Those in float32 need no emulation.
 # Of the families one of each kind of layer: plain, with a window, with one gate_up.

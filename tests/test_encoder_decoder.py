@@ -1,7 +1,6 @@
 """Targets with an encoder: T5, BART and Marian in the loop, their positions, drafters and heads."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,28 +180,6 @@ def test_lookup_reads_the_source() -> None:
     drafter.add_rows(joined, Verification.of_nothing(np.array([2]), joined, rng.device))
     draft = drafter.draft(joined, Limits(np.ones(3, dtype=np.int64)), Sampling(), rng)
     assert draft.tokens[2].tolist() == [41]
-
-
-# --- sampled text ---------------------------------------------------------------------------------
-
-WORDS, SAMPLED = 5, 4
-
-
-def joint_law(lm: Any, source: list[int]) -> np.ndarray:
-    """The joint distribution of the first tokens, float64 [V, …, V], from one plain forward."""
-    starts = list(itertools.product(range(WORDS), repeat=SAMPLED - 1))
-    with torch.no_grad():
-        logits = lm(
-            input_ids=torch.tensor([source] * len(starts)),
-            decoder_input_ids=torch.tensor([[PAD_ID, *start] for start in starts]),
-        ).logits
-    probs = logits.double().softmax(-1).numpy()
-    law = np.ones((len(starts), WORDS))
-    for position in range(SAMPLED - 1):
-        chosen = [start[position] for start in starts]
-        law *= probs[np.arange(len(starts)), position, chosen][:, None]
-    law *= probs[:, -1]
-    return law.reshape((WORDS,) * SAMPLED)
 
 
 # --- generate, evaluate ---------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Small models with an encoder: distilled from a target with an encoder, and drafting for it."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +30,27 @@ from distill.untrained_student import student_from_config, student_from_layers
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.test_encoder_decoder import (
     NEW,
-    SAMPLED,
     SOURCES,
-    WORDS,
     generated,
-    joint_law,
     model,
     target,
     with_start,
 )
-from tests.tiny import EOS_ID, PAD_ID, tiny_encoder_decoder, tiny_model
+from tests.tiny import EOS_ID, PAD_ID, finish, moved, tiny_encoder_decoder, tiny_model
 from train.data.batches import collate, inputs
 from train.data.chat_tokens import Sample
 from train.measure.check_lossless import FAR, distance
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+# Of the joint law: words of the vocabulary, and tokens of a text.
+WORDS, SAMPLED = 5, 4
 TERMS = WeightedLoss({"forward_kl": 0.7, "cross_entropy": 0.3})
 
 
 def near(lm: Any, size: float = 0.05) -> Any:
     """A copy with other weights, near these."""
     student = student_from_layers(lm, range(lm.get_decoder().config.num_hidden_layers)).eval()
-    g = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in student.parameters():
-            weight += size * torch.randn(weight.shape, generator=g)
-    return student
+    return moved(student, size, seed=3)
 
 
 def biased(family: str, **shape: Any) -> Any:
@@ -96,8 +92,7 @@ def test_greedy_texts_are_those_of_generate(family: str, shape: Any) -> None:
         begin = len(decoding.outputs)
         decoding.admit(SOURCES[begin : begin + count], NEW)
         decoding.step()
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert decoding.result().outputs == expected
     assert decoding.result().counts.accepted.sum() > 5
 
@@ -117,6 +112,23 @@ def test_combinations_of_drafters_that_read_the_source() -> None:
         assert decoded.counts.accepted.sum() > 3
     with pytest.raises(UserError, match="needs a decoder-only target"):
         Decoder(lm, HorizontalCascade(SkipDrafter("1"), lookup))
+
+
+def joint_law(lm: Any, source: list[int]) -> np.ndarray:
+    """The joint distribution of the first tokens, float64 [V, …, V], from one plain forward."""
+    starts = list(itertools.product(range(WORDS), repeat=SAMPLED - 1))
+    with torch.no_grad():
+        logits = lm(
+            input_ids=torch.tensor([source] * len(starts)),
+            decoder_input_ids=torch.tensor([[PAD_ID, *start] for start in starts]),
+        ).logits
+    probs = logits.double().softmax(-1).numpy()
+    law = np.ones((len(starts), WORDS))
+    for position in range(SAMPLED - 1):
+        chosen = [start[position] for start in starts]
+        law *= probs[np.arange(len(starts)), position, chosen][:, None]
+    law *= probs[:, -1]
+    return law.reshape((WORDS,) * SAMPLED)
 
 
 def test_sampled_texts_have_the_targets_distribution() -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from decode.base.install_command import install_command
-from tests.tiny import VOCAB, save_tiny
+from tests.tiny import VOCAB, save_tiny, write_rows
 from tests.training import in_new_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -214,8 +214,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             drawn = torch.randint(len(WORDS), (8 + i % 5,), generator=generator).tolist()
             words = [WORDS[word] for word in drawn]
             row = {"prompt": " ".join(words[:3]), "reference": " ".join(words[3:])}
-            rows.append(json.dumps({"id": f"{split}-{i}"} | row) + "\n")
-        (base / f"{split}.jsonl").write_text("".join(rows), "utf-8")
+            rows.append({"id": f"{split}-{i}"} | row)
+        write_rows(base / f"{split}.jsonl", rows)
     for stage in (2, 3):
         # Threshold 0: ZeRO-3 would otherwise leave parameters as small as these whole.
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -1,6 +1,5 @@
 """`draftsmith.train`: a run from Python, with what it returns and what it refuses."""
 
-import json
 import os
 import signal
 import subprocess
@@ -18,8 +17,7 @@ from accelerate.state import is_initialized
 
 import draftsmith
 from decode.model.loading import resolve_dtype
-from tests.tiny import save_tiny
-from tests.training import begin_anew
+from tests.first_run import STAGE, make_first_run, settings
 from train.base.launcher import environment_of_one
 from train.base.tracking.trackers import PACKAGES, chosen_trackers
 from train.loop.accelerator import precision_in_words
@@ -27,37 +25,10 @@ from train.measure.time_passes import trains_in_bfloat16
 from train.run.config_checks import load_config, validate_config
 from train.run.entry import begun
 
-STAGE = {
-    "name": "heads",
-    "kind": "heads",
-    "text": "data",
-    "heads": {"type": "medusa", "heads": 2},
-    "loop": {"max_steps": 4, "tokens_per_batch": 80},
-    "optimizer": {"lr": 1e-2, "warmup_steps": 1},
-}
-
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Path:
-    begin_anew()
-    monkeypatch.chdir(tmp_path)
-    save_tiny(tmp_path / "target", "llama")
-    rows = [{"prompt": f"the dog {i}", "response": f"it sells shells {i}"} for i in range(30)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    return tmp_path
-
-
-def settings(base: Path, **changes: Any) -> dict[str, Any]:
-    """A run of one stage, as a program writes it: with a path, and tuples."""
-    evaluation = {"prompts": 3, "timed_prompts": 0, "max_new_tokens": 6, "baselines": ()}
-    return {
-        "name": "first",
-        "trackers": (),
-        "target": {"model": base / "target", "dtype": "float32", "device": "cpu"},
-        "data": {"train": "rows.jsonl", "duplicates": "keep"},
-        "evaluation": evaluation | {"in_turn": ()},
-        "stages": (STAGE,),
-    } | changes
+    return make_first_run(tmp_path, monkeypatch)
 
 
 def test_a_run_from_a_mapping_gives_its_report_and_a_drafter_that_decodes(

@@ -19,6 +19,7 @@ from draftsmith.cli import main as cli
 from draftsmith.export import ExportOptions, export_directory
 from draftsmith.export.export_directory import check_export, export_drafter
 from tests.export import (
+    MEDUSA,
     PROMPTS,
     SHAPE,
     assert_same_counts,
@@ -31,7 +32,6 @@ from tests.export import (
 from tests.stages import LOOP, examples, make_stage, run_stage, stage_context
 from tests.tiny import save_tiny
 
-MEDUSA = {"type": "medusa", "heads": 3}
 DRIFT = {"kl": 0.0123, "perplexity_original": 8.5, "perplexity_new": 8.25, "tokens": 321}
 PROVENANCE = {"stage": "both", "run": "r", "drift": DRIFT, "original": "org/model"}
 

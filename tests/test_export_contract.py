@@ -32,6 +32,7 @@ from tests.export import (
     EAGLE3,
     FEW,
     KEPT,
+    MEDUSA,
     NEWER3,
     OTHER3,
     P_EAGLE,
@@ -46,8 +47,8 @@ from tests.export import (
 )
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, shortened, tiny_llama
+from tests.training import assert_equal
 
-MEDUSA = {"type": "medusa", "heads": 3}
 WINDOW = {"window": 4}
 # By layout: the options of heads, and the tokens of a reduced draft vocabulary.
 HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
@@ -272,9 +273,7 @@ def test_an_export_drafts_the_same_and_is_imported_as_it_was(
     import_drafter(source, on, tmp_path / "again", ImportOptions(depth=depth))
     before, after = (read_heads(path, on) for path in (drafter, tmp_path / "again"))
     assert before.options == after.options
-    states = before.state_dict(), after.state_dict()
-    assert states[0].keys() == states[1].keys()
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert_equal(after.state_dict(), before.state_dict())
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tests.export import (
     EAGLE1,
     EAGLE3,
     KEPT,
+    MEDUSA,
     NEWER3,
     OTHER3,
     P_EAGLE,
@@ -33,7 +34,6 @@ from tests.export import (
 from tests.published import LAYOUTS
 from tests.tiny import VOCAB, save_small_lm, with_noise
 
-MEDUSA = {"type": "medusa", "heads": 3}
 TRAINED = P_EAGLE | {"embeddings": "trained"}
 # By what vLLM is given: the layout, the options of heads, and whether their draft vocabulary is
 # reduced. None: a published checkpoint.

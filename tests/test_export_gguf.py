@@ -15,7 +15,6 @@ from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.export_directory import export_drafter
-from draftsmith.export.formats import format_for
 from draftsmith.export.formats.gguf_layout import read_weights, rows_in_halves, rows_in_pairs
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
@@ -111,14 +110,6 @@ def test_the_dtype_of_the_weights(tmp_path: Path, eagles: Of) -> None:
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out / "drafter.gguf").tensors}
     assert (types["fc.weight"], types["output_norm.weight"], types["d2t"]) == ("BF16", "F32", "I64")
     reloaded(out, eagles[0])
-
-
-def test_what_may_be_asked_for() -> None:
-    for name in ("gguf", "llama-server", "llama.cpp", "eagle3-gguf"):
-        assert format_for(name, "eagle3").name == "eagle3-gguf"
-    assert format_for("gguf", "small_lm").name == format_for("llama.cpp", "small_lm").name == "gguf"
-    with pytest.raises(UserError, match="cannot hold a small_lm drafter; use --format gguf or hf"):
-        format_for("eagle3-gguf", "small_lm")
 
 
 def test_what_cannot_be_written(tmp_path: Path, eagles: Of) -> None:

@@ -24,6 +24,7 @@ from tests.export import (
     EAGLE1,
     FEW,
     KEPT,
+    MEDUSA,
     NEWER3,
     P_EAGLE,
     PROMPTS,
@@ -38,8 +39,6 @@ from tests.export import (
 )
 from tests.tiny import save_tiny
 from train.measure.tree_acceptance import probe
-
-MEDUSA = {"type": "medusa", "heads": 3}
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,10 @@ from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.trained_drafter import without_directories
-from tests.export import make_heads, save_target
+from tests.export import EAGLE1, make_heads, save_target
 from tests.published import safeailab_eagle3
 from tests.tiny import tiny_target
 from train.engines.child_process import model_directory
-
-EAGLE = {"type": "eagle1", "depth": 3}
 
 
 def test_an_export_of_ours_names_no_directory_of_this_machine(tmp_path: Path) -> None:
@@ -88,7 +86,7 @@ def test_what_an_engine_does_not_read_is_refused_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     target = save_target(tmp_path / "target")
-    make_heads(tmp_path / "drafter", target, EAGLE)
+    make_heads(tmp_path / "drafter", target, EAGLE1)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
     words = ["export", str(tmp_path / "drafter"), "--format", "eagle1-sglang", "--verify", "vllm"]
     words += ["--out", str(tmp_path / "out"), "--prompts", str(tmp_path / "prompts.jsonl")]

@@ -12,8 +12,6 @@ import torch
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
-from decode.drafters import NoDrafter
-from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.verify_export import ExportVerification, engine_for, verify_export
@@ -33,7 +31,7 @@ from tests.export import (
     task,
 )
 from tests.test_target import write_gguf
-from tests.tiny import save_small_lm, save_tiny, tiny_model, with_noise
+from tests.tiny import plain_texts, save_small_lm, save_tiny, tiny_model, with_noise
 from tools.child_job import run_job
 from train.engines.child_process import serving, start_process, stop_process
 from train.measure.same_text import identical
@@ -75,7 +73,7 @@ def test_transformers_counts_what_our_loop_counts(target: Target, exported: Path
 
 
 def _common_token(target: Target) -> int:
-    texts = Decoder(target.model, NoDrafter()).decode(PROMPTS[:20], 24).outputs
+    texts = plain_texts(target.model, PROMPTS[:20], 24)
     tokens = torch.tensor([token for text in texts for token in text[6:]])
     return int(tokens.bincount().argmax())
 

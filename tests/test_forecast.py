@@ -33,7 +33,8 @@ from draftsmith.forecast.answer import (
 from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
 from draftsmith.forecast.entry import _enough
 from draftsmith.forecast.pilots import PilotResult, as_row, next_rows, pilot_config, write_data
-from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
+from tests.first_run import make_first_run, settings
+from tests.tiny import write_rows
 from tests.upstream import served
 from train.base.run_files import stored_forecast
 from train.data.read import read_examples
@@ -45,6 +46,11 @@ from train.run.entry import resolve, train
 ROWS = 50, 100, 200
 TOTAL = 1000
 JUDGED = np.array([2000.0, 1000.0, 500.0])
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Path:
+    return make_first_run(tmp_path, monkeypatch)
 
 
 def measured(rates: np.ndarray, rng: np.random.Generator) -> list[Point]:
@@ -172,18 +178,16 @@ def test_a_row_is_read_as_the_example_that_it_was_written_from(tmp_path: Path) -
         {"prompt": "give one", "json_schema": {"type": "integer"}},
     ]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(file, rows)
     first, _ = read_examples(str(file))
     other = tmp_path / "again.jsonl"
-    other.write_text("".join(json.dumps(as_row(one)) + "\n" for one in first), encoding="utf-8")
+    write_rows(other, map(as_row, first))
     again, _ = read_examples(str(other))
     for old, new in zip(first, again, strict=True):
         assert vars(old) | {"source": ""} == vars(new) | {"source": ""}
 
 
-def test_a_small_run_has_a_part_of_the_text_and_of_the_steps(
-    base: Path,  # noqa: F811
-) -> None:
+def test_a_small_run_has_a_part_of_the_text_and_of_the_steps(base: Path) -> None:
     answers = {"name": "answers", "kind": "generate", "prompts": 20}
     config = settings(base)
     stage = config["stages"][0]
@@ -266,10 +270,10 @@ def test_a_kind_that_is_named_best_may_be_as_good_as_the_best() -> None:
     assert [list(_best(rows, "speedup", noisy=True)) for rows in (near, far)] == [[True], [False]]
 
 
-def write_run(base: Path, rows: int) -> Path:  # noqa: F811
+def write_run(base: Path, rows: int) -> Path:
     """The config of a run of heads on this many prompts, 4 of them held out."""
     lines = [{"prompt": f"the dog {i}", "response": f"it sells {i}"} for i in range(rows)]
-    (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines), "utf-8")
+    write_rows(base / "rows.jsonl", lines)
     data = {"train": "rows.jsonl", "held_out": 4, "duplicates": "keep", "system": "sells it"}
     run = settings(base, data=data)
     run["evaluation"] |= {"baselines": ("ngram",), "baseline_gammas": (4,)}
@@ -285,9 +289,7 @@ def forecast(*arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads(Path("f.json").read_text(encoding="utf-8")), " ".join(done.output.split())
 
 
-def test_a_forecast_stands_beside_what_comes_out(
-    base: Path,  # noqa: F811
-) -> None:
+def test_a_forecast_stands_beside_what_comes_out(base: Path) -> None:
     file = write_run(base, 230)
     command = [str(file), "--load", "1,2", "--lengths", "16"]
     found, said = forecast(*command, "--minutes", "1e-6")
@@ -324,9 +326,7 @@ def test_a_forecast_stands_beside_what_comes_out(
     assert list(ngram["measured"].values()) == [judged["tokens_per_step"]]
 
 
-def test_costs_of_another_machine_are_used(
-    base: Path,  # noqa: F811
-) -> None:
+def test_costs_of_another_machine_are_used(base: Path) -> None:
     file = write_run(base, 120)
     there, said = forecast(str(file), "--minutes", "0", "--lengths", "16")
     assert there["pilots"] == []
@@ -369,9 +369,7 @@ def test_costs_of_another_machine_are_used(
         read_forecast(Path("there.json"))
 
 
-def test_kinds_that_the_config_lacks_are_forecast_beside_its_own(
-    base: Path,  # noqa: F811
-) -> None:
+def test_kinds_that_the_config_lacks_are_forecast_beside_its_own(base: Path) -> None:
     run = [str(write_run(base, 120)), "--minutes", "0", "--load", "1", "--lengths", "16"]
     every = ["--kinds", "small_lm,medusa,eagle1", "stages.eagle1.heads.depth=2"]
 
@@ -444,8 +442,7 @@ class SimulatedEngine:
 
 
 def test_speeds_of_engines_become_what_drafts_are_worth_there(
-    base: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counters, "SLOW_SECONDS", 0.01)
     run = [str(write_run(base, 230)), "--load", "2", "--lengths", "16"]

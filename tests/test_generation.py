@@ -7,15 +7,13 @@ import torch
 from transformers import GenerationConfig
 
 from decode.base.errors import UserError
-from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
 from decode.model.generation_config import nothing_filled_in, sampling_as_generate
 from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
 from decode.text import SpeculativeGenerator
 from decode.text_stream import decode
-from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import EOS_ID, PAD_ID, plain_texts, tiny_model, tiny_target, tiny_tokenizer
 from train.measure.timed_prompts import time_generate
 from train.settings.generate_config import GenerateConfig
 from train.stages.generate import _beam_search
@@ -46,13 +44,8 @@ def with_config(target: Target, **settings: Any) -> Target:
 
 
 def ours(target: Target, ids: list[int], sampling: Sampling) -> list[int]:
-    decoder = Decoder(
-        target.model,
-        DRAFTERS["none"](),
-        eos_token_ids=target.eos_token_ids,
-        sampling=sampling,
-    )
-    return decoder.decode([ids], NEW).outputs[0]
+    options = {"eos_token_ids": target.eos_token_ids, "sampling": sampling}
+    return plain_texts(target.model, [ids], NEW, **options)[0]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from draftsmith.cli.main import app
 from tests.export import save_target
 from tests.other_tokenizers import byte_level, sentencepiece, words
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
-from tests.tiny import finish, tiny_target, tiny_tokenizer
+from tests.tiny import finish, tiny_target, tiny_tokenizer, write_rows
 from train.data.answer_files import read_answers
 from train.data.read import Example
 from train.measure.structured import forced_tokens
@@ -57,9 +57,9 @@ def grammars(target: Target) -> Grammars:
     return Grammars.of(target)
 
 
-def some_schemas(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+def some_schemas(count: int) -> Iterator[dict[str, Any]]:
     """Schemas of the usual kinds, made at random."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
 
     def one(depth: int) -> dict[str, Any]:
         kinds = ["string", "pattern", "integer", "number", "boolean", "enum", "null", "format"]
@@ -318,7 +318,7 @@ def test_the_command_evaluate_holds_answers_to_the_schemas_of_their_rows(tmp_pat
     schemas: list[Any] = [PERSON, json.dumps({"enum": ["red", "green"]}), None]
     rows = [{"prompt": f"the dog {i}", "json_schema": schema} for i, schema in enumerate(schemas)]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    write_rows(prompts, rows)
     words = ["evaluate", "--target", str(tmp_path / "target"), "--prompts", str(prompts)]
     words += ["--device", "cpu", "--timed-prompts", "2", "--max-new-tokens", "80"]
     words += ["--drafter", "grammar", "--json", str(tmp_path / "figures.json")]

@@ -43,7 +43,7 @@ from tests.stages import (
     run_stage,
     stage_context,
 )
-from tests.tiny import VOCAB, tiny_target
+from tests.tiny import VOCAB, plain_texts, tiny_target
 from tests.training import assert_equal
 from train.base.stage import StageInputs
 from train.data.chat_tokens import prompt_tokens
@@ -298,7 +298,7 @@ def test_the_first_token_of_a_block_is_the_targets_own(monkeypatch: pytest.Monke
     which is never drafted; and as they start as p₁ itself, at first they draft it once more. One
     pass judges a block and yields the next (1811.03115, section 4)."""
     # The first decode of a target has passes that try it.
-    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW)
+    plain = plain_texts(target().model, PROMPTS, NEW)
     passes, one_pass = [], CachedLM._feed
     monkeypatch.setattr(
         CachedLM, "_feed", lambda *args, **more: passes.append(1) or one_pass(*args, **more)
@@ -319,7 +319,7 @@ def test_the_first_token_of_a_block_is_the_targets_own(monkeypatch: pytest.Monke
     drafter.draft = watched
     run = Decoder(target().model, drafter, gamma=3).decode(PROMPTS, NEW)
     assert len(passes) == 1 + len(run.steps)
-    assert run.outputs == plain.outputs
+    assert run.outputs == plain
     for ends, tokens, texts, lengths in drafted:
         assert (tokens.numpy() == ends[:, None]).all()
         for row, length in enumerate(lengths):

@@ -78,17 +78,6 @@ def test_the_module_is_the_command(
     assert capsys.readouterr().out == f"draftsmith {version('draftsmith')}\n"
 
 
-def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
-    target = str(save_tiny(tmp_path / "target"))
-    # Long enough that plain steps were timed.
-    options = ["--target", target, "--drafter", "none", "--max-new-tokens", "40"]
-    result = CliRunner().invoke(app, ["chat", *options], input="a b\n")
-    assert result.exit_code == 0, result.output
-    assert "1.00 tokens per step" in result.output
-    assert "acceptance rate –" in result.output
-    assert "no drafts to compare with plain decoding" in result.output
-
-
 def test_the_commands_have_few_options() -> None:
     """Settings of one topic are one option, such as --limits and --sampling. They had 380."""
     assert count_options() <= 300

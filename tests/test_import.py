@@ -25,7 +25,8 @@ from heads.heads_directory import read_heads
 from heads.heads_module import HeadBatch
 from tests.export import KEPT, PROMPTS, make_taught, save_target
 from tests.published import LAYOUTS, Published, first_logits, maps
-from tests.tiny import VOCAB, save_tiny
+from tests.tiny import VOCAB, save_tiny, write_rows
+from tests.training import assert_equal
 
 # The indices of the hidden states that each layout reads.
 TAPS = {"eagle1": [-1], "eagle1_bias": [-1], "nemo_eagle3": [2, 4, 7]}
@@ -93,9 +94,7 @@ def test_a_reduced_vocabulary_may_come_by_frequency(tmp_path: Path, seven: Targe
     import_drafter(str(made.save(tmp_path / "b")), seven, tmp_path / "by-frequency")
     expected, found = (read_heads(tmp_path / name, seven) for name in ("in-order", "by-frequency"))
     assert torch.equal(found.vocabulary, KEPT)
-    assert found.state_dict().keys() == expected.state_dict().keys()
-    for name, tensor in found.state_dict().items():
-        assert torch.equal(tensor, expected.state_dict()[name]), name
+    assert_equal(found.state_dict(), expected.state_dict())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -132,9 +131,7 @@ def test_an_export_gives_the_published_tensors_back(
     assert again.layout == ("eagle1" if kind == "eagle1" else record["layout"])
     assert again.settings == imported.settings
     first, second = (load_file(tmp_path / name / "heads.safetensors") for name in ("out", "again"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(first[name].dtype == second[name].dtype for name in first)
+    assert_equal(second, first)
 
 
 def our_name(name: str) -> str:
@@ -467,9 +464,7 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     ]
     export_drafter(tmp_path / "out", "hf", tmp_path / "export")
     before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) for n in before)
-    assert all(before[n].dtype == after[n].dtype for n in before)
+    assert_equal(after, before)
     # A model that only that code can run is refused.
     settings["model_type"] = "custom"
     (source / "config.json").write_text(json.dumps(settings), "utf-8")
@@ -515,9 +510,8 @@ def test_acceptance_is_measured_beside_the_claim(tmp_path: Path, seven: Target) 
     }
     card = f"---\n{json.dumps(front)}\n---\n# A drafter\n"
     (tmp_path / "published" / "README.md").write_text(card, "utf-8")
-    (tmp_path / "prompts.jsonl").write_text(
-        '{"prompt": "The sea shells"}\n{"prompt": "A fox"}\n', "utf-8"
-    )
+    rows = [{"prompt": "The sea shells"}, {"prompt": "A fox"}]
+    write_rows(tmp_path / "prompts.jsonl", rows)
     words = ["import", str(tmp_path / "published"), "--target", seven.name, "--out"]
     asked = ["--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(tmp_path / "found.json")]
     done = CliRunner().invoke(app, [*words, str(tmp_path / "out"), *asked])

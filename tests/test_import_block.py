@@ -35,6 +35,7 @@ from tests.export import (
 )
 from tests.published import HIDDEN, Published, layer_shapes, llama_config, random_tensors
 from tests.tiny import save_tiny
+from tests.training import assert_equal
 
 ROWS = 304
 settings = functools.partial(edit_json, "config.json")
@@ -91,12 +92,6 @@ def exported_again(
     return imported, load_file(directory / "export" / "model.safetensors"), config
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], published: Published) -> None:
-    assert found.keys() == published.tensors.keys()
-    assert all(torch.equal(found[name], x) for name, x in published.tensors.items())
-    assert all(found[name].dtype == x.dtype for name, x in published.tensors.items())
-
-
 def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Target) -> None:
     published = z_lab()
     imported, exported, config = exported_again(published, "vllm", target, tmp_path)
@@ -106,7 +101,7 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     assert (imported.settings["taps"], imported.settings["mask_token"]) == ([1, 2], 301)
     assert imported.settings["layer"]["num_attention_heads"] == 4
     assert isinstance(open_drafter(str(tmp_path / "out"), target), DFlashDrafter)
-    assert_same_tensors(exported, published)
+    assert_equal(exported, published.tensors)
     for key in ("dflash_config", "block_size", "head_dim", "rope_theta", "num_target_layers"):
         assert config[key] == published.config[key], key
 
@@ -260,7 +255,7 @@ def test_model_optimizers_domino_comes_back(tmp_path: Path, target: Target) -> N
     published = model_optimizer("domino")
     imported, exported, config = exported_again(published, "sglang", target, tmp_path)
     assert (imported.layout, imported.depth) == ("domino", 4)
-    assert_same_tensors(exported, published)
+    assert_equal(exported, published.tensors)
     before = {key: x for key, x in published.config["dflash_config"].items() if key != "causal"}
     assert (config["dflash_config"], config["emb_dim"]) == (before, 8)
 
@@ -400,8 +395,7 @@ def test_a_parallel_small_model_keeps_its_weights(tmp_path: Path, target: Target
     card = (tmp_path / "export" / "README.md").read_text("utf-8")
     assert '"parallel_drafting": true' in card
     before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert_equal(after, before)
     edit_json("config.json", pard_token=ROWS)(source)
     with pytest.raises(UserError, match="from 0 to 303"):
         import_drafter(str(source), target, tmp_path / "x")

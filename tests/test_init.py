@@ -22,7 +22,7 @@ from draftsmith.starter_config import GOALS, MACHINES, Starter
 from heads.heads_directory import new_heads, save_heads
 from heads.options import HeadOptions
 from tests.test_run import CONFIG, WORDS
-from tests.tiny import save_tiny, shortened
+from tests.tiny import save_tiny, shortened, write_rows
 from train.base.console import Reporter
 from train.base.stage import StagePlan
 from train.loop.estimates import read_speeds, seconds_of
@@ -286,9 +286,8 @@ def test_the_quickstarts_plan_is_written_as_json(place: Path, monkeypatch: pytes
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
 def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     save_tiny(place / "small", layers=1)
-    (place / "train.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"the {w}", "response": w}) + "\n" for w in WORDS), "utf-8"
-    )
+    rows = [{"prompt": f"the {word}", "response": word} for word in WORDS]
+    write_rows(place / "train.jsonl", rows)
     target = load_target(str(place / "target"), dtype="float32", device="cpu")
     heads = new_heads(HeadOptions.of({"type": "eagle1"}), target, None)
     save_heads(place / "start", heads, target=target, provenance={})

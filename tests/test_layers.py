@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from tests.imports import PACKAGES, ROOT
+from tools.imports import PACKAGES, ROOT
 
 # A package of configs and prompts, without code.
 DATA = "configs"

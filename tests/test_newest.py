@@ -10,7 +10,6 @@ import torch
 
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
-from tests.imports import PACKAGES, module_name, tracked
 from tests.stages import DRAFTER, LOOP, examples, make_stage, run_stage, stage_context
 from tests.test_encoder_decoder import FAMILIES as ENCODERS
 from tests.test_encoder_decoder import test_greedy_texts_are_those_of_generate as reads_a_source
@@ -19,6 +18,7 @@ from tests.test_families import test_text_is_the_models_own as is_its_own
 from tests.test_layers import CHILDREN
 from tests.test_recurrent import test_greedy_text_equals_generate as has_a_state
 from tests.tiny import generated, tiny_model, tiny_target
+from tools.imports import PACKAGES, module_name, tracked
 from train.stages import STAGES
 
 pytestmark = [

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.imports import ROOT
 from tools import reference
+from tools.imports import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")

@@ -7,7 +7,7 @@ import pytest
 
 from decode.base.errors import UserError
 from draftsmith.auditing.verify_export import require_engine
-from tests.imports import ROOT
+from tools.imports import ROOT
 from train.base import platforms
 from train.base.file_lock import lock_file
 

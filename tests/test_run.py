@@ -26,7 +26,7 @@ from decode.drafters.several.combined import CompositeDrafter
 from decode.opening.directory import describe_drafter
 from draftsmith.cli.main import app
 from draftsmith.watch.run_state import RunState
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, write_rows
 from tests.training import Killed, before_call, begin_anew, in_new_process, two_ranks
 from train.base.console import Reporter
 from train.base.directory_lock import DirectoryLock
@@ -113,10 +113,6 @@ def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("baselines", "drafter", "combined"):
         monkeypatch.setattr(f"train.run.run.RunEvaluation.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.run.make_report", lambda directory: {})
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def start(base: Path, *overrides: str, allow_changes: bool = False) -> dict[str, Any]:

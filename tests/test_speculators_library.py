@@ -17,10 +17,10 @@ from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
 from heads.layers.unrolled_attention import causal_attention
 from tests.export import KEPT, make_heads, require_environment, save_target
-from tests.imports import ROOT
 from tests.mtp_targets import save_mtp_target
 from tests.tiny import VOCAB, save_tiny
 from tools.child_job import run_job
+from tools.imports import ROOT
 from train.engines.child_process import package_version
 
 LIBRARY, CHILD = "speculators", ROOT / "tools" / "speculators_child.py"

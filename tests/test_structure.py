@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from decode.base.install_command import install_command
-from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, tracked
+from tools.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, tracked
 from tools.structure import (
     count_lines,
     repeated_names,

@@ -20,9 +20,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
+from decode.drafters import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
-from decode.loop.decoding import Decoding
+from decode.loop.decoding import Decoder, Decoding
 from decode.model.features import Features
 from decode.model.identity import fingerprint
 from decode.model.loading import Target, load_target
@@ -312,6 +313,11 @@ def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
     return directory
 
 
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a .jsonl file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
 def save_small_lm(
     directory: Path,
     model: Any,
@@ -398,6 +404,13 @@ def finish(decoding: Decoding) -> dict[int, list[int]]:
     while not decoding.finished:
         decoding.step()
     return decoding.outputs
+
+
+def plain_texts(
+    model: Any, prompts: Sequence[Sequence[int]], new: int, **options: Any
+) -> list[list[int]]:
+    """The texts of plain decoding. options: of the decoder."""
+    return Decoder(model, NoDrafter(), **options).decode(prompts, new).outputs
 
 
 def tokens_fed(lm: Any) -> list[int]:

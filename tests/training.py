@@ -171,11 +171,14 @@ def assert_near(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Bit by bit."""
+    """Bit by bit, in the same dtypes."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        same = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
-        assert same, name
+        if torch.is_tensor(value):
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+        else:
+            assert found[name] == value, name
 
 
 def figures(progress: TrainingProgress | dict[str, Any]) -> list[dict[str, float]]:

@@ -7,7 +7,7 @@ from decode.drafters import DRAFTERS
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.readers import KNOWN, READERS, up_to
 from heads.kinds import HEADS
-from tests.imports import ROOT
+from tools.imports import ROOT
 from tools.markdown import table
 from tools.pairings import UNPAIRED
 

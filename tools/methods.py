@@ -17,7 +17,7 @@ from distill.losses import LOSSES
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.formats import FORMATS
 from heads.kinds import HEADS
-from tests.imports import ROOT
+from tools.imports import ROOT
 from tools.markdown import table
 from train.stages import STAGES
 

@@ -30,11 +30,11 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward import few_rows
 from draftsmith.cli.main import app
-from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, rooms, tracked
 from tests.service import chat, serving, streamed, target
 from tests.stages import DRAFTER, make_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Lines
+from tools.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, rooms, tracked
 from tools.markdown import table
 from train.data.read import read_examples
 
