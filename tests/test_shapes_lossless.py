@@ -5,7 +5,7 @@ likely. What a rule makes of each is enumerated too: nothing is left to chance. 
 rules alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,15 +36,6 @@ from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of
 
 PLAIN = Sampling(1.0)
-
-
-@pytest.fixture(autouse=True)
-def _by_cdf() -> Iterator[None]:
-    """A grid of uniforms draws each token exactly as often as it is likely."""
-    with drawing_by_cdf():
-        yield
-
-
 PAIRS = 6
 
 
@@ -136,9 +127,11 @@ def apart(rule: str, p: Contextual, draft: Draft) -> float:
 
 
 def drafts_of(drafter: Drafter, rng: GridNoise, **limits: Any) -> Draft:
+    """A grid of uniforms draws each token exactly as often as it is likely."""
     contexts = contexts_of([[0]] * len(rng.grid))
     drafter.start(contexts)
-    return drafter.draft(contexts, replace(limits_of(contexts, 2), **limits), PLAIN, rng)
+    with drawing_by_cdf():
+        return drafter.draft(contexts, replace(limits_of(contexts, 2), **limits), PLAIN, rng)
 
 
 # (shape, options, parts of the grid, how many draws). Without replacement a second draw is from
