@@ -20,14 +20,13 @@ from decode.shapes.static import Static
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import build_heads
-from heads.heads_module import HeadBatch
 from heads.options import HeadOptions
 from heads.pass_heads import PassDrafter
 from tests.contract import moved_heads
 from tests.test_distill import batch_of
 from tests.test_drafters import drafted
 from tests.tiny import VOCAB, tiny_target
-from tests.trained_heads import features_of
+from tests.trained_heads import check_training_is_plain, features_of
 
 TOKENS = 3
 OPTIONS = {"type": "pass", "tokens": TOKENS}
@@ -95,18 +94,8 @@ def test_each_place_has_the_q_of_a_plain_pass(family: str) -> None:
 def test_training_predicts_what_a_plain_pass_does(family: str) -> None:
     heads, model = make(family).eval(), target(family).model
     batch = batch_of([(4, 6), (3, 9), (1, 3)])
-    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-    heads_batch = HeadBatch(ids, loss_mask, features_of(model, heads, ids))
-    count = 0
-    for prediction in heads.predictions(heads_batch, range(1, TOKENS + 2)):
-        depth = prediction.depth
-        for (row, place), state in zip(
-            prediction.positions.nonzero().tolist(), prediction.states, strict=True
-        ):
-            expected = plain_logits(heads, model, ids[row, : place + 2], depth)[-1]
-            found = heads.output.at(depth, state)
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-            count += 1
+    plain = functools.partial(plain_logits, heads, model)
+    count = check_training_is_plain(heads, model, batch, plain)
     # A head reads the token before the last one of a text, so prompts of one token lose a draft.
     longest = [(6, 0), (9, 0), (3, 1)]
     depths = range(1, TOKENS + 2)
