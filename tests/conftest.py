@@ -118,6 +118,14 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
+def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run trains, and neither measures its drafters nor makes a report."""
+    for name in ("baselines", "drafter", "combined"):
+        monkeypatch.setattr(f"train.run.run.RunEvaluation.{name}", lambda *arguments: None)
+    monkeypatch.setattr("train.run.run.make_report", lambda directory: {})
+
+
+@pytest.fixture
 def fresh_accelerate():
     """accelerate keeps its state in the process; the next test begins without."""
     yield

@@ -123,7 +123,7 @@ def write_model(
     writer = gguf.GGUFWriter(path, architecture)
     _keys(writer, architecture, model.config)
     if vocabulary:
-        tiny_tokenizer_keys(writer)
+        tiny_tokenizer_keys(writer, model.config.vocab_size)
     extra(writer)
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[architecture], model.config.num_hidden_layers)

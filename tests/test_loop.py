@@ -16,7 +16,6 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
-from decode.lengths import POLICIES
 from decode.loop.decoded import Decoded
 from decode.loop.decoding import Decoder
 from decode.trace import DraftedToken, drafted_tokens, format_trace
@@ -309,17 +308,6 @@ def test_bad_input_is_refused() -> None:
             decoder.decode([[5]], limit)
     with pytest.raises(UserError, match=r"gamma is 0.*drafter none"):
         Decoder(model("llama"), none, gamma=0)
-    with pytest.raises(UserError, match=r'unknown verification rule .*Did you mean "speculative"'):
-        Decoder(model("llama"), none, rule="speculativ")
-
-
-def test_a_tree_needs_a_rule_for_trees() -> None:
-    sampling = Sampling(temperature=1.0)
-    with pytest.raises(UserError, match="the rule SpeculativeSampling judges chains only"):
-        Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="speculative")
-    Decoder(model("llama"), RandomTrees("llama"), sampling=sampling, rule="exact").decode(
-        PROMPTS, NEW
-    )
 
 
 # --- streaming and traces -------------------------------------------------------------------------
@@ -406,11 +394,6 @@ def test_a_trace_follows_the_path_that_was_taken_among_equal_siblings() -> None:
     assert [node.verdict for node in nodes] == ["rejected", "accepted", "accepted"]
     assert done.block.tolist() == [[7, 5, 9]]
     assert done.next_token == [9]
-
-
-def test_a_policy_that_watches_a_chain_is_refused_with_trees() -> None:
-    with pytest.raises(UserError, match=r"Confidence works only with chains, but RandomTrees"):
-        Decoder(model("llama"), RandomTrees("llama"), policy=POLICIES["confidence"]())
 
 
 def test_a_trace_shows_the_probabilities_that_were_compared() -> None:

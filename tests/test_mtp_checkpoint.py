@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
-from decode.model.loading import load_target
+from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions, ImportOptions
@@ -63,6 +63,16 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 def hashes(directory: Path) -> dict[str, str]:
     files = [*directory.glob("*.safetensors"), *directory.glob("*.json")]
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def with_its_module(
+    place: Path, family: str = "qwen3_5_text", depth: int | None = None, **shape: int
+) -> Target:
+    """The target of a checkpoint `target`, whose module is imported into `read`."""
+    directory = save_mtp_target(place / "target", family, **shape)
+    target = load_target(str(directory))
+    import_drafter(str(directory), target, place / "read", ImportOptions(depth=depth))
+    return target
 
 
 def changed(directory: Path, target: Any, out: Path) -> Path:
@@ -133,9 +143,7 @@ def test_a_module_that_a_fine_tuning_lost_comes_back(sharded: bool, tmp_path: Pa
 
 
 def test_what_cannot_be_given_back_is_refused(tmp_path: Path) -> None:
-    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text")
-    target = load_target(str(directory))
-    import_drafter(str(directory), target, tmp_path / "read", ImportOptions())
+    target = with_its_module(tmp_path)
     export_drafter(tmp_path / "read", "mtp", tmp_path / "out")
     shard = load_file(tmp_path / "out" / "model.safetensors")
     shard["mtp.fc.weight"][0, 0] = float("nan")
@@ -144,19 +152,17 @@ def test_what_cannot_be_given_back_is_refused(tmp_path: Path) -> None:
     assert FORMATS["mtp"].problems(tmp_path / "out") == [
         "mtp.fc.weight has values that are NaN or infinite"
     ]
-    change_tensors(directory, {"mtp.layers.3.norm.weight": torch.ones(2)})
+    change_tensors(tmp_path / "target", {"mtp.layers.3.norm.weight": torch.ones(2)})
     with pytest.raises(UserError, match=r"has mtp\.layers\.3\.norm\.weight, which"):
-        import_drafter(str(directory), target, tmp_path / "again", ImportOptions())
+        import_drafter(str(tmp_path / "target"), target, tmp_path / "again", ImportOptions())
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_the_layout_of_the_library_speculators_comes_back(family: str, tmp_path: Path) -> None:
-    directory = save_mtp_target(tmp_path / "target", family)
-    target = load_target(str(directory))
-    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    target = with_its_module(tmp_path, family, depth=2)
     export_drafter(tmp_path / "read", SPECULATORS, tmp_path / "out", ExportOptions(gamma=2))
     stored, heads = tensors(tmp_path / "out"), read_heads(tmp_path / "read", target)
-    module = tensors(directory)
+    module = tensors(tmp_path / "target")
     assert torch.equal(stored["mtp_layers.0.input_proj.weight"], module["mtp.fc.weight"])
     back = reload_export(tmp_path / "out", check_export(tmp_path / "out"), target)
     imported = import_drafter(str(tmp_path / "out"), target, tmp_path / "again")
@@ -192,9 +198,7 @@ FAULTS: dict[str, tuple[str, Any]] = {
 
 
 def test_a_fault_in_the_layout_of_the_library_speculators_is_named(tmp_path: Path) -> None:
-    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text")
-    target = load_target(str(directory))
-    import_drafter(str(directory), target, tmp_path / "read")
+    target = with_its_module(tmp_path)
     export_drafter(tmp_path / "read", SPECULATORS, tmp_path / "out")
     for number, (said, (place, value)) in enumerate(FAULTS.items()):
         broken = Path(shutil.copytree(tmp_path / "out", tmp_path / f"broken-{number}"))
@@ -225,8 +229,7 @@ def test_a_fault_in_the_layout_of_the_library_speculators_is_named(tmp_path: Pat
 def test_modules_that_the_library_speculators_cannot_read_are_refused(
     family: str, layers: int, said: str, tmp_path: Path
 ) -> None:
-    directory = save_mtp_target(tmp_path / "target", family, layers)
-    import_drafter(str(directory), load_target(str(directory)), tmp_path / "read")
+    with_its_module(tmp_path, family, layers=layers)
     with pytest.raises(UserError, match=said):
         export_drafter(tmp_path / "read", SPECULATORS, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -251,14 +254,12 @@ def trained(context: Any, **settings: Any) -> tuple[float, float]:
 @pytest.mark.slow
 def test_a_module_is_restored_by_training(tmp_path: Path) -> None:
     """From the one in the checkpoint, whose routing has a buffer that no training changes."""
-    directory = save_mtp_target(tmp_path / "target", "glm4_moe")
-    target = load_target(str(directory))
-    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    target = with_its_module(tmp_path, "glm4_moe", depth=2)
     context = stage_context(tmp_path, target)
     first, last = trained(context, name="restored", start=str(tmp_path / "read"))
     assert last < 0.9 * first
     export_drafter(tmp_path / "restored" / "drafter", "mtp", tmp_path / "out")
-    before, found = tensors(directory), tensors(tmp_path / "out")
+    before, found = tensors(tmp_path / "target"), tensors(tmp_path / "out")
     other = {name for name in before if not torch.equal(before[name], found[name])}
     assert len(other) > 10
     assert all(name.startswith("model.layers.2.") for name in other)
@@ -272,9 +273,7 @@ def test_vllm_drafts_with_a_module_from_the_export(
     out the embedding of the first entry, and its second step for GLM-4 reads the state before the
     norm (vllm-project/vllm#47448 says so of GLM-5)."""
     needs("vllm")
-    directory = save_mtp_target(tmp_path / "target", "glm4_moe", head_dim=32)
-    target = load_target(str(directory))
-    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    target = with_its_module(tmp_path, "glm4_moe", depth=2, head_dim=32)
     context = stage_context(tmp_path, target)
     trained(context, name="restored", start=str(tmp_path / "read"))
     export_drafter(tmp_path / "restored" / "drafter", "mtp", tmp_path / "out")
@@ -355,9 +354,7 @@ def gguf_of(target: Any, path: Path, **keys: int) -> Path:
 
 
 def test_the_targets_gguf_file_gets_the_module_and_changes_no_other_bit(tmp_path: Path) -> None:
-    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text")
-    target = load_target(str(directory))
-    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=3))
+    target = with_its_module(tmp_path, depth=3)
     file = gguf_of(target, tmp_path / "target.gguf")
     options = ExportOptions(target=str(file))
     export_drafter(tmp_path / "read", "llama-server", tmp_path / "out", options)
@@ -382,7 +379,9 @@ def test_the_targets_gguf_file_gets_the_module_and_changes_no_other_bit(tmp_path
         "mtp.pre_fc_norm_hidden": "hnorm",
         "mtp.norm": "shared_head.norm",
     }
-    module = {name: x for name, x in tensors(directory).items() if name.startswith("mtp.")}
+    module = {
+        name: x for name, x in tensors(tmp_path / "target").items() if name.startswith("mtp.")
+    }
     for name, values in module.items():
         part = name.removesuffix(".weight")
         place = f"model.layers.2.{apart.get(part, part.removeprefix('mtp.layers.0.'))}"

@@ -504,12 +504,17 @@ def prompts_of(count: int) -> list[list[int]]:
     return torch.randint(3, 40, (count, 5), generator=generator).tolist()
 
 
-def test_learning_between_requests_raises_acceptance_and_keeps_the_text() -> None:
+def learner(**options: Any) -> tuple[Online, Decoder]:
+    """One that learns from what its decoder writes."""
     target, small = pair()
     drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
-    online = online_of(drafter, vocab=40)
-    decoder = Decoder(target, drafter, gamma=2, observers=[online.observe])
-    plain = Decoder(target, NoDrafter())
+    online = online_of(drafter, vocab=40, **options)
+    return online, Decoder(target, drafter, gamma=2, observers=[online.observe])
+
+
+def test_learning_between_requests_raises_acceptance_and_keeps_the_text() -> None:
+    online, decoder = learner()
+    plain = Decoder(pair()[0], NoDrafter())
     rounds, rates = [], []
     for begin in range(0, 64, 4):
         batch = prompts_of(64)[begin : begin + 4]
@@ -531,13 +536,11 @@ def test_learning_between_requests_raises_acceptance_and_keeps_the_text() -> Non
 
 
 def test_products_in_bfloat16_learn_alike_and_weights_stay_float32() -> None:
-    target, small = pair()
     lower = partial(torch.autocast, "cpu", torch.bfloat16)
     rounds = []
     for autocast in (nullcontext, lower):
-        drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
-        online = online_of(drafter, vocab=40, autocast=autocast)
-        Decoder(target, drafter, gamma=2, observers=[online.observe]).decode(prompts_of(8), 16)
+        online, decoder = learner(autocast=autocast)
+        decoder.decode(prompts_of(8), 16)
         rounds.append(online.learn())
         assert {p.dtype for p in online.student.trained().values()} == {torch.float32}
     whole, rounded = rounds
@@ -608,10 +611,7 @@ def test_weights_that_do_not_fit_change_nothing() -> None:
 
 @pytest.mark.parametrize("fault", ["nan", "worse"])
 def test_a_version_that_is_no_better_is_rolled_back_to_the_bit(fault: str) -> None:
-    target, small = pair()
-    drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
-    online = online_of(drafter, vocab=40)
-    decoder = Decoder(target, drafter, gamma=2, observers=[online.observe])
+    online, decoder = learner()
     decoder.decode(prompts_of(8), 16)
     while not (online.learn() or SimpleNamespace(kept=False)).kept:
         decoder.decode(prompts_of(8), 16)
@@ -640,15 +640,12 @@ def test_a_version_that_is_no_better_is_rolled_back_to_the_bit(fault: str) -> No
 
 
 def test_it_is_due_after_requests_or_rejections() -> None:
-    target, small = pair()
     for settings, due in (
         ({"every_requests": 4}, [False, True]),
         ({"every_requests": None, "every_rejected": 10**6}, [False, False]),
         ({"every_requests": None, "every_rejected": 5}, [True, True]),
     ):
-        drafter = SmallLMDrafter(copy.deepcopy(small).requires_grad_(False))
-        online = online_of(drafter, vocab=40, **settings)
-        decoder = Decoder(target, drafter, gamma=2, observers=[online.observe])
+        online, decoder = learner(**settings)
         found = []
         for batch in (prompts_of(2), prompts_of(4)[2:]):
             decoder.decode(batch, 16)

@@ -13,13 +13,16 @@ from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads
-from heads.heads_module import HeadBatch
 from heads.options import HeadOptions
 from heads.p_eagle_heads import PEagleDrafter
 from tests.contract import check_stored, moved_heads
 from tests.test_distill import batch_of
 from tests.tiny import VOCAB, tiny_target
-from tests.trained_heads import check_drafts_are_trained, features_of
+from tests.trained_heads import (
+    check_drafts_are_trained,
+    check_training_is_plain,
+    features_of,
+)
 
 DEPTH = 4
 OPTIONS = {"type": "p_eagle", "tokens": DEPTH, "layers": 2}
@@ -69,20 +72,8 @@ def plain_logits(heads: Any, text: torch.Tensor, depth: int) -> torch.Tensor:
 def test_training_predicts_what_a_plain_pass_does(options: dict[str, Any]) -> None:
     heads = make(**options).eval()
     batch = batch_of([(4, 6), (3, 9)])
-    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-    heads_batch = HeadBatch(ids, loss_mask, features_of(target().model, heads, ids))
-    count = 0
-    for prediction in heads.predictions(heads_batch, range(1, DEPTH + 1)):
-        depth = prediction.depth
-        for (row, place), state in zip(
-            prediction.positions.nonzero().tolist(), prediction.states, strict=True
-        ):
-            assert loss_mask[row, place + 2 : place + depth + 2].all()
-            expected = plain_logits(heads, ids[row, : place + 2], depth)[-1]
-            torch.testing.assert_close(
-                heads.output.at(depth, state), expected, rtol=1e-3, atol=1e-4
-            )
-            count += 1
+    plain = functools.partial(plain_logits, heads)
+    count = check_training_is_plain(heads, target().model, batch, plain)
     # All drafts whose tokens are trained on: the first token of an answer is never drafted.
     assert count == sum(n - depth + 1 for n in (6, 9) for depth in range(1, DEPTH + 1))
 

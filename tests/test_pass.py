@@ -1,7 +1,6 @@
 """PaSS: the target drafts from trained embeddings of look-ahead tokens."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,14 @@ from decode.model.loading import Target
 from decode.shapes.static import Static
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
-from heads.heads_directory import build_heads, load_heads, save_heads
-from heads.heads_module import HeadBatch
+from heads.heads_directory import build_heads
 from heads.options import HeadOptions
 from heads.pass_heads import PassDrafter
 from tests.contract import moved_heads
-from tests.stages import make_stage, plan_stage, stage_context
 from tests.test_distill import batch_of
 from tests.test_drafters import drafted
 from tests.tiny import VOCAB, tiny_target
-from tests.trained_heads import features_of
+from tests.trained_heads import check_training_is_plain, features_of
 
 TOKENS = 3
 OPTIONS = {"type": "pass", "tokens": TOKENS}
@@ -97,18 +94,8 @@ def test_each_place_has_the_q_of_a_plain_pass(family: str) -> None:
 def test_training_predicts_what_a_plain_pass_does(family: str) -> None:
     heads, model = make(family).eval(), target(family).model
     batch = batch_of([(4, 6), (3, 9), (1, 3)])
-    ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-    heads_batch = HeadBatch(ids, loss_mask, features_of(model, heads, ids))
-    count = 0
-    for prediction in heads.predictions(heads_batch, range(1, TOKENS + 2)):
-        depth = prediction.depth
-        for (row, place), state in zip(
-            prediction.positions.nonzero().tolist(), prediction.states, strict=True
-        ):
-            expected = plain_logits(heads, model, ids[row, : place + 2], depth)[-1]
-            found = heads.output.at(depth, state)
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
-            count += 1
+    plain = functools.partial(plain_logits, heads, model)
+    count = check_training_is_plain(heads, model, batch, plain)
     # A head reads the token before the last one of a text, so prompts of one token lose a draft.
     longest = [(6, 0), (9, 0), (3, 1)]
     depths = range(1, TOKENS + 2)
@@ -137,19 +124,7 @@ def test_training_reaches_every_embedding_and_nothing_else() -> None:
     assert not heads.lookahead.grad.any()
 
 
-def test_the_stage_trains_one_embedding_for_each_place(tmp_path: Path) -> None:
-    plan = plan_stage(stage_context(tmp_path, target()), make_stage("heads", "p", heads=OPTIONS))
-    assert plan.trained_parameters == TOKENS * 32
-
-
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    save_heads(tmp_path / "drafter", make(), target=target(), provenance={})
-    loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
-    assert torch.equal(loaded.get_parameter("lookahead"), make().lookahead)
-    with pytest.raises(UserError, match=r"the target of the heads .*drafter"):
-        load_heads(tmp_path / "drafter", tiny_target(seed=1), torch.float32)
-    with pytest.raises(UserError, match="read hidden states of size 32, but the target"):
-        load_heads(tmp_path / "drafter", tiny_target(hidden=16), torch.float32)
+def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match="the tree is 5 deep, but the heads draft 4 tokens"):
         PassDrafter(make(), VOCAB, Static(widths=[1] * 5))
     # The trial of trees needs weights, also where only the shapes of the heads are made.

@@ -177,11 +177,6 @@ class FixedGrowth(Growth):
 # --- whole decodes --------------------------------------------------------------------------------
 
 
-def expected(prompt: tuple[int, ...], processors: Sequence[Any], penalty: float = 1.0) -> list[int]:
-    call = {"logits_processor": LogitsProcessorList(processors)}
-    return generated(model("llama"), prompt, NEW, call, repetition_penalty=penalty)
-
-
 def drafter(name: str, answers: dict[tuple[int, ...], list[int]]) -> Drafter:
     if name == "trees":
         return RandomTrees("llama", 1, answers.__getitem__)
@@ -190,32 +185,19 @@ def drafter(name: str, answers: dict[tuple[int, ...], list[int]]) -> Drafter:
     return DRAFTERS[name]()
 
 
-def check_greedy(processors: Sequence[Any], penalty: float = 1.0) -> None:
-    """Token-identical to generate(), whatever is drafted, in a ragged batch."""
-    answers = {prompt: expected(prompt, processors, penalty) for prompt in PROMPTS}
+@pytest.mark.parametrize("name", ["min-length", "several"])
+def test_greedy_text_with_processors_equals_generate(name: str) -> None:
+    """Whatever is drafted, in a ragged batch."""
+    processors = LogitsProcessorList(processors_of(name))
+    call = {"logits_processor": processors}
+    answers = {prompt: generated(model("llama"), prompt, NEW, call) for prompt in PROMPTS}
     assert list(answers.values()) != greedy_answers("llama")  # the processors do something
     for name in ("none", "ngram", "same", "trees"):
-        decoder = Decoder(
-            model("llama"),
-            drafter(name, answers),
-            gamma=5,
-            sampling=Sampling(repetition_penalty=penalty),
-            processors=processors,
-        )
+        decoder = Decoder(model("llama"), drafter(name, answers), gamma=5, processors=processors)
         together = decoder.decode(PROMPTS, NEW)
         assert together.outputs == list(answers.values()), name
         if name in ("same", "trees"):
             assert together.counts.accepted[1:].sum() > 0, name
-
-
-@pytest.mark.parametrize("penalty", [0.8, 1.2])
-def test_greedy_text_with_a_repetition_penalty_equals_generate(penalty: float) -> None:
-    check_greedy([], penalty)
-
-
-@pytest.mark.parametrize("name", ["min-length", "several"])
-def test_greedy_text_with_processors_equals_generate(name: str) -> None:
-    check_greedy(LogitsProcessorList(processors_of(name)))
 
 
 # --- logits that cannot be used -------------------------------------------------------------------

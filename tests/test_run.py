@@ -107,14 +107,6 @@ def report_of(base: Path, run: str = "tiny") -> dict[str, Any]:
     return json.loads((base / "runs" / run / "report.json").read_text("utf-8"))
 
 
-@pytest.fixture
-def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run trains, and neither measures its drafters nor makes a report."""
-    for name in ("baselines", "drafter", "combined"):
-        monkeypatch.setattr(f"train.run.run.RunEvaluation.{name}", lambda *arguments: None)
-    monkeypatch.setattr("train.run.run.make_report", lambda directory: {})
-
-
 def start(base: Path, *overrides: str, allow_changes: bool = False) -> dict[str, Any]:
     """One process's worth of a run: a fresh accelerator, as after a restart."""
     begin_anew()

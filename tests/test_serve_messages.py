@@ -10,7 +10,7 @@ from draftsmith.serve.anthropic.messages_answer import as_anthropic
 from draftsmith.serve.anthropic.messages_request import MESSAGES
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
-from tests.service import MODEL, QUESTION, Running, chat, serving
+from tests.service import CHAT, MODEL, QUESTION, Running, chat, serving, text_of
 from tests.test_serve_tools import TOOLS, target
 
 PATH = "/v1/messages"
@@ -38,6 +38,13 @@ def post(service: Running, path: str = PATH, **fields: Any) -> Any:
         answer = client.post(path, json=body(**fields), headers={"x-api-key": "secret"})
     assert answer.status_code == 200, answer.text
     return answer
+
+
+def said_in_a_chat(service: Running, **fields: Any) -> str:
+    """The same question's answer by the route of chats."""
+    with service.client() as client:
+        asked = chat(QUESTION, max_tokens=12, temperature=0) | fields
+        return text_of(client.post(CHAT, json=asked, headers={"Authorization": "Bearer secret"}))
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -107,11 +114,7 @@ def test_a_message_is_the_same_whole_and_in_events(
 
 
 def test_the_text_is_that_of_chat_and_a_stop_sequence_is_named(service: Running) -> None:
-    with service.client() as client:
-        asked = chat(QUESTION, max_tokens=12, temperature=0)
-        headers = {"Authorization": "Bearer secret"}
-        choice = client.post("/v1/chat/completions", json=asked, headers=headers).json()["choices"]
-    text = choice[0]["message"]["content"]
+    text = said_in_a_chat(service)
     assert post(service).json()["content"] == [{"type": "text", "text": text}]
     stop = text[4:7]
     found = post(service, stop_sequences=["never said", stop]).json()
@@ -159,11 +162,7 @@ def test_turns_of_one_side_are_one_and_the_last_of_the_assistant_is_continued(
     assert read.prompts() == [[{"role": "user", "content": f"{QUESTION}\nb"}, turns[-1]]]
     one = {"messages": [{"role": "user", "content": f"{QUESTION}\nb"}, turns[-1]]}
     options = {"continue_final_message": True, "add_generation_prompt": False}
-    with service.client() as client:
-        asked = chat(QUESTION, max_tokens=12, temperature=0) | one | options
-        headers = {"Authorization": "Bearer secret"}
-        choice = client.post("/v1/chat/completions", json=asked, headers=headers).json()["choices"]
-    text = choice[0]["message"]["content"]
+    text = said_in_a_chat(service, **one, **options)
     assert post(service, messages=turns).json()["content"] == [{"type": "text", "text": text}]
 
 

@@ -148,7 +148,7 @@ _Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
-def test_every_page_is_in_the_navigation_and_every_link_within_the_repository_exists() -> None:
+def test_every_page_is_in_the_navigation() -> None:
     def pages(entry: Any) -> list[str]:
         if isinstance(entry, str):
             return [entry]
@@ -159,10 +159,6 @@ def test_every_page_is_in_the_navigation_and_every_link_within_the_repository_ex
     files = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
     # The others are made by the build.
     assert sorted(nav) == sorted(files | {"notebook.md", *PAGES})
-    hooks = site_hooks()
-    for name in files:
-        _, missing = hooks.with_repository_links((DOCS / name).read_text("utf-8"), name, None)
-        assert missing == [], name
 
 
 def site_hooks() -> Any:

@@ -106,14 +106,6 @@ def test_options_of_the_untrained_and_several_in_turn(target: Target) -> None:
         open_drafter("ngram:max_n=0", target)
 
 
-def test_a_plain_model_directory_is_a_drafter(tmp_path: Path, target: Target) -> None:
-    path = save_tiny(tmp_path / "hf", "qwen2", **DRAFTER)
-    drafter = open_drafter(str(path), target)
-    assert isinstance(drafter, SmallLMDrafter)
-    run = Decoder(target.model, drafter, gamma=3).decode(PROMPTS, 16)
-    assert run.outputs == Decoder(target.model, NoDrafter()).decode(PROMPTS, 16).outputs
-
-
 def test_a_drafter_for_another_vocabulary_is_refused(
     saved: Path, tmp_path: Path, target: Target
 ) -> None:
@@ -143,18 +135,6 @@ def test_a_drafter_may_be_padded_to_another_size(saved: Path, tmp_path: Path, ro
     # A model as such has no tokenizer to compare.
     with pytest.raises(UserError, match=r"vocabulary of 300 tokens, .*the drafter by its name"):
         SpeculativeGenerator(target.model, target.tokenizer, tiny_model("llama", layers=1))
-
-
-def test_a_permuted_vocabulary_is_refused(tmp_path: Path, target: Target) -> None:
-    path = save_tiny(tmp_path / "hf", **DRAFTER)
-    file = path / "tokenizer.json"
-    description = json.loads(file.read_text("utf-8"))
-    vocab = description["model"]["vocab"]
-    a, b = "!", '"'
-    vocab[a], vocab[b] = vocab[b], vocab[a]
-    file.write_text(json.dumps(description), "utf-8")
-    with pytest.raises(UserError, match="token strings hash to"):
-        open_drafter(str(path), target)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", DRAFTER_FILE])
@@ -232,5 +212,3 @@ def test_what_is_no_drafter(
             Loading(target="./no-target").load(name)
     with pytest.raises(UserError, match="does not exist"):
         open_drafter(str(tmp_path / "none" / "such"), target)
-    with pytest.raises(UserError, match=r'ngrm.*Did you mean "ngram"'):
-        open_drafter("ngrm", target)

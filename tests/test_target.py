@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import huggingface_hub
 import pytest
 import torch
@@ -20,11 +19,10 @@ from decode.model.loading import load_model_and_tokenizer, load_target
 from decode.model.model_names import EMBEDDED, EmbeddedModel
 from decode.model.without_weights import load_shapes
 from draftsmith.export.formats.heads_gguf import rotation_slowdowns
+from tests.gguf_models import write_model
 from tests.tiny import (
     EOS_ID,
     VOCAB,
-    finish_gguf,
-    gguf_writer,
     real_target,
     save_tiny,
     tiny_llama,
@@ -474,25 +472,11 @@ def test_code_of_the_model_runs_only_when_asked_for(
 
 
 def write_gguf(path: Path, **shape: Any) -> None:
-    """The tiny llama and its tokenizer as a float32 GGUF file, written as llama.cpp does."""
+    """The tiny llama and its tokenizer as a float32 GGUF file."""
     model = tiny_llama(**shape)
-    config = model.config
-    writer = gguf_writer(path, "llama", config)
-    writer.add_name("tiny")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":  # tied to the embedding
-            continue
-        module = name.split(".")[-2]
-        if module in heads:
-            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head.
-            halves = tensor.unflatten(0, (heads[module], 2, -1))
-            tensor = halves.transpose(1, 2).flatten(0, 2).contiguous()
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
-    if config.rope_parameters["rope_type"] == "llama3":
-        writer.add_tensor("rope_freqs.weight", rotation_slowdowns(config).numpy())
-    finish_gguf(writer)
+    scaled = model.config.rope_parameters["rope_type"] == "llama3"
+    tensors = {"rope_freqs.weight": rotation_slowdowns(model.config)} if scaled else {}
+    write_model(path, "llama", model, tensors=tensors)
 
 
 @pytest.fixture(scope="module")

@@ -837,11 +837,8 @@ STAGE = """
 
 
 @pytest.fixture
-def base(tmp_path, monkeypatch) -> Path:
-    """Two stages with dropout; what judges their drafters is left out."""
-    for name in ("baselines", "drafter", "combined"):
-        monkeypatch.setattr(f"train.run.run.RunEvaluation.{name}", lambda *arguments: None)
-    monkeypatch.setattr("train.run.run.make_report", lambda directory: {})
+def base(tmp_path, monkeypatch, unjudged) -> Path:
+    """Two stages with dropout."""
     monkeypatch.setattr("draftsmith.cli.train.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)
     rows = [

@@ -54,6 +54,27 @@ def trained_logits(
     return placed
 
 
+def check_training_is_plain(
+    heads: Any, model: Any, batch: dict[str, Tensor], plain: Callable[[Tensor, int], Tensor]
+) -> int:
+    """Each prediction of a training is that of a plain pass; returns how many there are. plain:
+    [depth, V]: the logits of the tokens after a text, int64 [L]."""
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    count = 0
+    seen = HeadBatch(ids, mask, features_of(model, heads, ids))
+    for prediction in heads.predictions(seen, range(1, heads.depth + 1)):
+        depth = prediction.depth
+        for (row, place), state in zip(
+            prediction.positions.nonzero().tolist(), prediction.states, strict=True
+        ):
+            assert mask[row, place + 2 : place + depth + 2].all()
+            expected = plain(ids[row, : place + 2], depth)[-1]
+            found = heads.output.at(depth, state)
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+            count += 1
+    return count
+
+
 def check_drafts_are_trained(
     heads: Any,
     model: Any,
