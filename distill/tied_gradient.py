@@ -49,7 +49,8 @@ def _fits(layer: Any, model: PreTrainedModel) -> bool:
         return False
     output: Any = model.get_output_embeddings()
     weight = layer.weight
-    plain = not layer.scale_grad_by_freq and weight.device.type == "cpu" and weight.requires_grad
+    whole = type(weight) is nn.Parameter and weight.requires_grad  # not a shard
+    plain = whole and weight.device.type == "cpu" and not layer.scale_grad_by_freq
     return plain and torch.is_grad_enabled() and weight is getattr(output, "weight", None)
 
 
