@@ -19,6 +19,7 @@ from distill.short_attention import trained_attention
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import SplitModel, added_bias
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
+from distill.tied_gradient import TiedWeight
 
 AttentionInterface.register("sdpa", trained_attention)
 
@@ -57,6 +58,7 @@ class Distillation(nn.Module):
         self.register_buffer("vocabulary", vocabulary, persistent=False)
         self.weighted_loss = weighted_loss
         self.chunk = chunk
+        self.tied = TiedWeight()
 
     def forward(
         self,
@@ -74,8 +76,9 @@ class Distillation(nn.Module):
         agreement_with: returns the target's logits over its full vocabulary. If given, the loss is
         0 and the second value is `agreement_sums`.
         """
-        states = self.hidden_states(input_ids, attention_mask)
-        return self.of_states(states, input_ids, loss_mask, teacher, agreement_with)
+        with self.tied.following(self.student):
+            states = self.hidden_states(input_ids, attention_mask)
+            return self.of_states(states, input_ids, loss_mask, teacher, agreement_with)
 
     def of_states(
         self,
@@ -158,7 +161,11 @@ class Distillation(nn.Module):
         layer = self.student.get_output_embeddings()
         if isinstance(layer, LowRankLinear):
             hidden, layer = layer.down(hidden), layer.up
-        return hidden, *SplitModel(None, layer, added_bias(self.student)).rows(rows)
+        weight, bias = SplitModel(None, layer, added_bias(self.student)).rows(rows)
+        tied = self.tied.tensor
+        if tied is not None:
+            weight = tied if rows is None else tied[rows]
+        return hidden, weight, bias
 
     @property
     def target_ids(self) -> Tensor | None:
