@@ -80,7 +80,7 @@ def steady(decoder: Decoder, prompts: Sequence[Sequence[int]], tokens: int, seed
     started = perf_counter()
     while len(decoding.rows) == len(prompts):
         decoding.step()
-    return Steady(perf_counter() - started, decoding.steps[1:])
+    return Steady(perf_counter() - started, decoding.steps)
 
 
 class Grid:
