@@ -1,6 +1,7 @@
 """Text that does not fit into memory: rows and samples in Arrow files, batches."""
 
 import hashlib
+import itertools
 import json
 import random
 import shutil
@@ -315,6 +316,19 @@ def test_answers_are_counted_as_they_are_written(tmp_path: Path, decoded: list[i
     again = run_stage(context, make_stage("generate", "answers", **settings)).summary
     assert again.items() >= counts.items()
     assert not decoded
+
+
+def test_an_answer_stays_with_its_prompt_where_ids_move(tmp_path: Path) -> None:
+    """The id of a row may be its line in a file, and a row is put in front."""
+    context = stage_context(tmp_path, tiny_target())
+    first = answers_of(context)
+    rows = context.corpus.examples["train"]
+    moved = [replace(row, id=above.id) for row, above in itertools.pairwise(rows)]
+    new = replace(rows[0], messages=examples("dev", 1)[0].messages)
+    context.corpus.examples["train"] = [new, *moved]
+    second = answers_of(context)
+    for row, above in itertools.pairwise(rows):
+        assert [second[above.id, n] for n in range(2)] == [first[row.id, n] for n in range(2)]
 
 
 def test_finished_answers_survive_a_mended_file(tmp_path: Path, decoded: list[int]) -> None:

@@ -192,12 +192,12 @@ def test_greedy_text_with_processors_equals_generate(name: str) -> None:
     call = {"logits_processor": processors}
     answers = {prompt: generated(model("llama"), prompt, NEW, call) for prompt in PROMPTS}
     assert list(answers.values()) != greedy_answers("llama")  # the processors do something
-    for name in ("none", "ngram", "same", "trees"):
-        decoder = Decoder(model("llama"), drafter(name, answers), gamma=5, processors=processors)
+    for kind in ("none", "ngram", "same", "trees"):
+        decoder = Decoder(model("llama"), drafter(kind, answers), gamma=5, processors=processors)
         together = decoder.decode(PROMPTS, NEW)
-        assert together.outputs == list(answers.values()), name
-        if name in ("same", "trees"):
-            assert together.counts.accepted[1:].sum() > 0, name
+        assert together.outputs == list(answers.values()), kind
+        if kind in ("same", "trees"):
+            assert together.counts.accepted[1:].sum() > 0, kind
 
 
 # --- logits that cannot be used -------------------------------------------------------------------

@@ -161,8 +161,9 @@ def test_a_row_takes_memory_for_what_it_has_written() -> None:
 
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("listed", [False, True])
-def test_the_mask_of_trees_on_a_cpu_is_that_of_an_accelerator(
-    before: int, listed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chains", [False, True])
+def test_the_mask_on_a_cpu_is_that_of_an_accelerator(
+    before: int, listed: bool, chains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trees of 7 nodes, of which the first ones were fed before; texts end in different slots."""
     rng = np.random.default_rng(before)
@@ -173,10 +174,10 @@ def test_the_mask_of_trees_on_a_cpu_is_that_of_an_accelerator(
     slots = Slots(1, rows, CAPACITY, torch.device("cpu"), step=4)
     counts = np.array([fed, 1, 0]) if listed else None
     slots.place(root + before, fed, counts=counts)
-    base = torch.as_tensor(root)[:, None]
-    found = slots.mask(base, fed, seen)
+    base, trees = torch.as_tensor(root + before * chains)[:, None], None if chains else seen
+    found = slots.mask(base, fed, trees)
     monkeypatch.setattr(slots_module, "reads_are_free", lambda device: False)
-    expected = slots.mask(base, fed, seen)
+    expected = slots.mask(base, fed, trees)
     assert found is not None
     assert expected is not None
     assert torch.equal(found, expected)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """The values as a tensor on `device`, like `torch.as_tensor`. The host does not wait.
+    """An array or a tensor as a tensor on `device`. The host does not wait.
 
     PyTorch waits for the stream after a copy from pageable memory. So values for a CUDA device go
     through pinned memory. PyTorch keeps that memory until the copy is over.
@@ -27,7 +27,7 @@ def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
 
 def reads_are_free(device: torch.device) -> bool:
     """Whether the host reads values on this device without waiting, so that work may depend on
-    them. False also in a traced function, which must be the same for all values."""
+    them. False also in a function that Dynamo traces, which must be the same for all values."""
     return device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
 
 

@@ -18,7 +18,8 @@ IN_ORDER = 16
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of [..., V], largest first, and their indices int64, as from
-    `topk`. Of values that tie for the last positions, any may be returned."""
+    `topk`. Of values that tie for the last positions, any may be returned. A NaN counts as the
+    largest, but in C++ one with a sign as the least."""
     ids = _largest_in_cpp(values, count)
     if ids is not None:
         return values.gather(-1, ids), ids
@@ -42,7 +43,7 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def places_of_top(values: Tensor, count: int) -> Tensor:
     """int64 [..., count]: the indices from `top`."""
     found = _largest_in_cpp(values, count)
-    return values.topk(count, dim=-1).indices if found is None else found
+    return top(values, count)[1] if found is None else found
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ def _peaks_in_cpp(logits: Tensor) -> tuple[Tensor, Tensor] | None:
 def _largest_in_cpp(values: Tensor, count: int) -> Tensor | None:
     """`places_of_top`. None where C++ does not do it, as for values that would be copied."""
     size = values.shape[-1]
-    found = _library(values) if count <= IN_ORDER and count <= size else None
+    found = _library(values) if 0 < count <= min(IN_ORDER, size) else None
     if found is None or not values.is_contiguous():
         return None
     places = torch.empty(*values.shape[:-1], count, dtype=torch.int64)

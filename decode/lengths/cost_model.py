@@ -19,8 +19,9 @@ FADES, LEVEL, DOUBT = 0.96, 0.2, 1.0
 ROUNDS = 4  # until the depths and the rate that they give fit each other; two are usual
 RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
 # Of the steps after the early ones, one in so many is looked at closely: a policy takes time too.
-# In the others no times are read, and what was decided stays.
-EARLY, READ = 32, 3
+# In the others no times are read, and what was decided stays; where all drafters rest, it stays
+# REST times as long.
+EARLY, READ, REST = 32, 3, 4
 # Drafters that are told from each other; the tokens of a text, while none has ended; what the mean
 # of those that ended weighs after one more.
 DRAFTERS, TEXT, STAYS = 3, 128.0, 0.9
@@ -76,7 +77,7 @@ class CostModel(Policy):
         self,
         max_depth: int = 8,
         memory: float = 0.97,
-        probe_share: float = 0.015,
+        probe_share: float = 0.01,
         patience: int = 24,
     ) -> None:
         super().__init__(max_depth)
@@ -141,7 +142,9 @@ class CostModel(Policy):
 
     def depths(self) -> np.ndarray:
         asks = any(source.asks and source.depth for source in self._sources)
-        if not self._settled or self._reads() or asks:
+        rests = self._steps >= EARLY and not any(self.by_source)
+        decides = not self._steps % (READ * REST) if rests else self._reads()
+        if not self._settled or decides or asks:
             self._decide()
         return np.full(self.rows, max(self.by_source))
 
@@ -281,16 +284,20 @@ class CostModel(Policy):
             if plain is not None and free.any() and not (source.new_text and asks):
                 pays = source.compare(self.rows, asks, emitted, took / float(plain[0]))
             source.fade(faded)
+            if not asks:
+                source.waited += emitted
+                continue
+            # One alone has the depths of the loop, whatever it was allowed.
+            most = source.depth if verification.draft.asked else self.max_depth
+            depths = np.minimum(verification.depths, min(most, source.ended))
             if not levels:
-                # No draft was allowed, or the drafter drafted nothing: no acceptance to learn.
-                source.waited = 0.0 if asks else source.waited + emitted
+                # It found nothing, which took time too: no row gets a token.
+                source.see_results(np.zeros_like(depths), depths, np.zeros(1))
+                source.waited = 0.0
                 continue
             stays = self.memory**emitted
             source.share = stays * source.share + (1 - stays) * float(free.mean())
             accepted, fed = self._results(verification, drafted_by == number)
-            # One alone has the depths of the loop, whatever it was allowed.
-            most = source.depth if verification.draft.asked else self.max_depth
-            depths = np.minimum(verification.depths, min(most, source.ended))
             source.see_results(accepted[free], depths[free], fed)
             if timed:
                 source.see_seconds(part * (verification.draft_s + more), levels)

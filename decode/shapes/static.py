@@ -28,6 +28,7 @@ from decode.tree_nodes import likeliest, log_q, pack
 from decode.tree_structure import with_root
 
 TREE = "tree.json"  # the tree of a drafter directory
+PLANS = 64  # the most that are kept
 
 # How the tokens of a node's children are picked.
 Draws = Literal["top", "distinct", "independent"]
@@ -82,7 +83,7 @@ class _Plan:
         expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
         q_rows = np.searchsorted(expanded, above)
         self.parents, self.q_rows = of_rows(above), of_rows(q_rows)
-        self.host_parents = np.repeat(above[None], rows, 0)
+        self.host_parents = np.broadcast_to(above, (rows, nodes))
         ancestors = structure.ancestors()[:nodes, :nodes]
         self.ancestors = of_rows(ancestors)
         seen, depths = with_root(self.ancestors[:1])
@@ -189,6 +190,8 @@ class FixedTree(Shape):
     def _plan(self, depth: int, rows: int, device: torch.device) -> _Plan:
         key = min(depth, self.structure.depth), rows, device
         if key not in self._plans:
+            if len(self._plans) == PLANS:  # a service has many numbers of rows
+                self._plans.clear()
             self._plans[key] = _Plan(self.structure, *key)
         return self._plans[key]
 

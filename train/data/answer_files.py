@@ -171,7 +171,7 @@ class Answers:
         def fill(directory: Path) -> None:
             for number, first in enumerate(firsts):
                 answers: list[dict[str, Any]] = [
-                    {"id": name, "sample": sample} | _read(*places[key])
+                    _read(*places[key]) | {"id": name, "sample": sample}
                     for name, sample, key in found[first : first + BLOCK]
                 ]
                 meta["retokenized"] += sum(x.get("retokenized", False) for x in answers)

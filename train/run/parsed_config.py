@@ -1,7 +1,7 @@
 """Reads the settings of a run, and says all that is wrong in them at once: values, settings that do
-not fit together, missing files. It takes less than a second. Only parts with options take longer:
-their code knows the options, and it imports torch. `train.run.config_checks` then asks whether the
-parts fit each other."""
+not fit together, missing files. It takes less than a second. Only options of losses, and a rule, a
+policy or a shape other than the default, take longer: their code imports torch.
+`train.run.config_checks` then asks whether the parts fit each other."""
 
 from pathlib import Path
 from typing import Any

@@ -87,10 +87,10 @@ def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
     return Annotated[reduce(or_, classes), Field(discriminator=tag)]
 
 
-def _with_options(losses: dict[str, Any]) -> dict[str, Any]:
-    """The losses, whose code knows their options. It imports torch, so it is asked only if there
-    are any."""
-    if any(isinstance(given, dict) for given in losses.values()):
+def _checked(losses: dict[str, Any]) -> dict[str, Any]:
+    """The losses, if there are any and they have these options. Only their code knows that, which
+    imports torch, so plain ones are not asked."""
+    if not losses or any(isinstance(given, dict) for given in losses.values()):
         from distill.losses import WeightedLoss
 
         try:
@@ -109,11 +109,12 @@ else:
     Losses = Annotated[
         # An int stays one: runs compare and hash what they began with.
         dict[Literal[_LOSSES], Annotated[int | float, Field(gt=0)] | dict[str, Any]],
-        AfterValidator(_with_options),
+        AfterValidator(_checked),
         WithJsonSchema(
             {
                 "title": "a mapping of names and weights",
                 "type": "object",
+                "minProperties": 1,
                 "properties": dict.fromkeys(_LOSSES, _WEIGHT),
                 "additionalProperties": False,
             }

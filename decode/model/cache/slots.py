@@ -15,7 +15,6 @@ Layers may be on different devices. A layer's keys and values are on the device 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -75,12 +74,6 @@ class _Window:
             rows = rows + self.rows.start
             self._slots[device] = to_device(rows, device), to_device(slots, device)
         return self._slots[device]
-
-
-@lru_cache(maxsize=8)
-def _chain(n: int) -> np.ndarray:
-    """bool [1, n, n]: which of n tokens each of them sees in a chain."""
-    return np.tri(n, dtype=bool)[None]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -283,8 +276,8 @@ class Slots:
                 seen = self._past[first + slots.start : first + slots.stop]
                 return seen.expand(base_B1.shape[0], 1, 1, -1)
             if inside_window and reads_are_free(self.device):
-                trees = _chain(n) if ancestors_BNM is None else ancestors_BNM.numpy()
-                return self._mask_on_host(base_B1[:, 0] - slots.start, trees)
+                trees = None if ancestors_BNM is None else ancestors_BNM.numpy()
+                return self._mask_on_host(base_B1[:, 0] - slots.start, n, trees)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
         rows, real = base_B1.shape[0], self._window.real
         if ancestors_BNM is None:
@@ -320,20 +313,24 @@ class Slots:
             seen = seen & near
         return seen[:, None] if real is None else seen.transpose(0, 1)[None]
 
-    def _mask_on_host(self, base_B: Tensor, trees_BNM: np.ndarray) -> Tensor:
+    def _mask_on_host(self, base_B: Tensor, n: int, trees_BNM: np.ndarray | None) -> Tensor:
         """As `mask`, without a window on a CPU: few rows are copied, without the many operations
         that do all at once. base_B: counted from the first slot that attention gets. trees_BNM:
-        bool, of all rows, or one for all."""
-        window, (rows,), (trees, n, m) = self._window, base_B.shape, trees_BNM.shape
-        real, each = window.real, trees > 1
+        bool, the ancestors; None: chains."""
+        window, (rows,) = self._window, base_B.shape
+        real, count = window.real, window.count
         bounds = range(0, (rows + 1) * n, n) if real is None else real.bounds.tolist()
-        seen = np.zeros((bounds[-1], window.count), dtype=bool)
+        seen = np.zeros((bounds[-1], count), dtype=bool)
         for row, base in enumerate(base_B.tolist()):
             part = seen[bounds[row] : bounds[row + 1]]
+            if trees_BNM is None:
+                for end, token in enumerate(part, base + 1):
+                    token[:end] = True
+                continue
             part[:, :base] = True
             # Nodes that are not fed may be past the last slot.
-            part = part[:, base : base + m]
-            part[:] = trees_BNM[row if each else 0, : len(part), : part.shape[1]]
+            part = part[:, base : base + trees_BNM.shape[2]]
+            part[:] = trees_BNM[row if len(trees_BNM) > 1 else 0, : len(part), : part.shape[1]]
         found = torch.from_numpy(seen)
         return found.view(rows, 1, n, -1) if real is None else found[None, None]
 
