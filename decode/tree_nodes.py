@@ -12,7 +12,7 @@ from torch import Tensor
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Draft, Drawn
-from decode.draw.top import places_of_top
+from decode.draw.top import places_of_top, top_with_shares
 
 
 @dataclass
@@ -57,17 +57,22 @@ def pack(keep: Tensor, parents: Tensor) -> Packed:
 
     keep: bool [B, N]. A node may be kept only with its parent. parents: int64 [B, N].
     """
-    order = keep.logical_not().long().sort(dim=1, stable=True).indices
-    new_index = keep.long().cumsum(1) - 1
-    above = parents.gather(1, order)
-    new_parents = new_index.gather(1, above.clamp(min=0)) if order.shape[1] else above
+    device, nodes = keep.device, keep.shape[1]
+    if device.type == "cpu":
+        kept, above = keep.numpy(), parents.numpy()
+    else:
+        host = torch.cat([keep.long(), parents], 1).cpu().numpy()
+        kept, above = host[:, :nodes] > 0, host[:, nodes:]
+    order = np.argsort(~kept, axis=1, kind="stable")
+    above = np.take_along_axis(above, order, 1)
+    number = kept.cumsum(1) - 1
+    new_parents = np.take_along_axis(number, above.clip(min=0), 1) if nodes else above
     # The parent of padding can be any kept node. The root is always kept.
-    stands = keep.gather(1, order) & (above >= 0)
-    new_parents = torch.where(stands, new_parents, -1)
-    host = torch.cat([keep.sum(1, keepdim=True), new_parents], 1).cpu().numpy()
-    sizes = host[:, 0]
+    stands = np.take_along_axis(kept, order, 1) & (above >= 0)
+    sizes: np.ndarray = kept.sum(1)
     n = int(sizes.max(initial=0))
-    return Packed(order[:, :n], new_parents[:, :n], host[:, 1 : n + 1], sizes)
+    order, new_parents = order[:, :n], np.where(stands, new_parents, -1)[:, :n]
+    return Packed(to_device(order, device), to_device(new_parents, device), new_parents, sizes)
 
 
 def leave_out(draft: Draft, keep: np.ndarray) -> None:
@@ -141,6 +146,15 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
             f"{logits.shape[-1]} tokens; make the tree narrower"
         )
     return places_of_top(logits, count)
+
+
+def likeliest_with_q(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The same, and q of these tokens at temperature 1, float32 [..., count]."""
+    found = top_with_shares(logits, count)
+    if found is not None:
+        return found
+    tokens = likeliest(logits, count)
+    return tokens, log_q(logits, tokens).exp()
 
 
 def largest(logits: Tensor) -> Tensor:

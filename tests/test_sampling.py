@@ -18,7 +18,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw import sampling
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw, draw_of
-from decode.draw.top import IN_ORDER, argmax, peaks, places_of_top, top
+from decode.draw.top import IN_ORDER, argmax, peaks, places_of_top, top, top_with_shares
 from decode.loop.decoding import Decoder
 from decode.model.forward import few_rows
 from tests.enumeration import by_cdf
@@ -402,8 +402,13 @@ def test_the_largest_few_come_in_order_and_the_first_of_equal_ones(
         expected = order.values[..., :count]
         places = places_of_top(logits, count)
         assert torch.equal(logits.gather(-1, places), expected)
-        if few_rows.library(dtype) is not None:
+        found = top_with_shares(logits, count)
+        assert (found is None) == (few_rows.library(dtype) is None)
+        if found is not None:
             assert torch.equal(places, order.indices[..., :count])
+            assert torch.equal(found[0], places)
+            shares = logits.float().softmax(-1).gather(-1, places)
+            torch.testing.assert_close(found[1], shares, rtol=1e-5, atol=1e-7, equal_nan=True)
         # Those of every second row would be copied, so C++ does not look at them.
         assert torch.equal(top(logits[:, ::2], count)[0], expected[:, ::2])
     assert top(logits, 0)[1].shape == (2, 5, 0)

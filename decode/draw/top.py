@@ -20,9 +20,9 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of [..., V], largest first, and their indices int64, as from
     `topk`. Of values that tie for the last positions, any may be returned. A NaN counts as the
     largest, but in C++ one with a sign as the least."""
-    ids = _largest_in_cpp(values, count)
-    if ids is not None:
-        return values.gather(-1, ids), ids
+    found = _largest_in_cpp(values, count)
+    if found is not None:
+        return values.gather(-1, found[0]), found[0]
     size = values.shape[-1]
     stride = size // SIEVE
     if values.device.type != "cpu" or 4 * count > stride:
@@ -43,7 +43,7 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def places_of_top(values: Tensor, count: int) -> Tensor:
     """int64 [..., count]: the indices from `top`."""
     found = _largest_in_cpp(values, count)
-    return top(values, count)[1] if found is None else found
+    return top(values, count)[1] if found is None else found[0]
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -84,15 +84,26 @@ def _peaks_in_cpp(logits: Tensor) -> tuple[Tensor, Tensor] | None:
     return places, most
 
 
-def _largest_in_cpp(values: Tensor, count: int) -> Tensor | None:
-    """`places_of_top`. None where C++ does not do it, as for values that would be copied."""
+def top_with_shares(values: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """The indices from `top`, and the shares of these values in the softmax of all, float32 [...,
+    count], which C++ finds in one call. None where it does not."""
+    return _largest_in_cpp(values, count, shares=True)
+
+
+def _largest_in_cpp(
+    values: Tensor, count: int, *, shares: bool = False
+) -> tuple[Tensor, Tensor] | None:
+    """`top_with_shares`; without `shares` these mean nothing. None where C++ does not look, as at
+    values that would be copied."""
     size = values.shape[-1]
     found = _library(values) if 0 < count <= min(IN_ORDER, size) else None
     if found is None or not values.is_contiguous():
         return None
     places = torch.empty(*values.shape[:-1], count, dtype=torch.int64)
-    found.largest(values.data_ptr(), places.data_ptr(), values.numel() // size, size, count)
-    return places
+    parts = torch.empty(places.shape if shares else 0, dtype=torch.float32)
+    where = places.data_ptr(), parts.data_ptr() if shares else None
+    found.largest(values.data_ptr(), *where, values.numel() // size, size, count)
+    return places, parts
 
 
 def _library(values: Tensor) -> Any:

@@ -24,7 +24,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among
 from decode.shapes.structure import Structure
-from decode.tree_nodes import likeliest, log_q, pack
+from decode.tree_nodes import likeliest, likeliest_with_q, pack
 from decode.tree_structure import with_root
 
 TREE = "tree.json"  # the tree of a drafter directory
@@ -233,12 +233,13 @@ class _Children:
         return tokens
 
     def _likeliest(self, logits: Tensor, level: _Level, count: int) -> Tensor:
-        tokens = likeliest(logits, count)
         at = level.places
         if count < level.rank_count:
             at = level.parents * count + level.ranks.clamp(max=count - 1)
-        if self.weighs:
-            self.sure.append(log_q(logits, tokens).exp().flatten(1)[:, at])
+        if not self.weighs:
+            return likeliest(logits, count).flatten(1)[:, at]
+        tokens, q = likeliest_with_q(logits, count)
+        self.sure.append(q.flatten(1)[:, at])
         return tokens.flatten(1)[:, at]
 
     def _drawn(self, logits: Tensor, level: _Level) -> Tensor:

@@ -252,6 +252,20 @@ void largest_of(const Number* x, int64_t size, int64_t count, int64_t* places) {
   }
 }
 
+// What share of a row's softmax the numbers at some places have. The first is the place of the largest.
+void shares_of(const Number* x, int64_t size, int64_t count, const int64_t* places, float* shares) {
+  const float top = wide(x[places[0]]);
+  Floats sums = {};
+  int64_t k = 0;
+  for (; k + WIDTH <= size; k += WIDTH) {
+    const Floats apart = load(x + k) - top;
+    sums += apart > all(LOWEST) ? exp_of(apart) : all(0.0f);
+  }
+  float sum = sum_of(sums);
+  for (; k < size; k++) sum += std::exp(wide(x[k]) - top);
+  for (int64_t n = 0; n < count; n++) shares[n] = std::exp(wide(x[places[n]]) - top) / sum;
+}
+
 // RMS norm times (weight + offset): y [rows, size].
 void normed(const Number* x, const Number* weight, float offset, float eps, Number* y, int64_t rows,
             int64_t size) {
@@ -357,10 +371,13 @@ void peaks(const Number* x, int64_t* places, float* most, int64_t rows, int64_t 
   for (int64_t row = 0; row < rows; row++) peak_of(x + row * size, size, places + row, most + row);
 }
 
-// `largest_of` each row of x [rows, size]: places [rows, count].
-void largest(const Number* x, int64_t* places, int64_t rows, int64_t size, int64_t count) {
+// `largest_of` each row of x [rows, size]: places [rows, count], and `shares_of` them, unless shares is null.
+void largest(const Number* x, int64_t* places, float* shares, int64_t rows, int64_t size, int64_t count) {
 #pragma omp parallel for if (rows * size > 1 << 18)
-  for (int64_t row = 0; row < rows; row++) largest_of(x + row * size, size, count, places + row * count);
+  for (int64_t row = 0; row < rows; row++) {
+    largest_of(x + row * size, size, count, places + row * count);
+    if (shares) shares_of(x + row * size, size, count, places + row * count, shares + row * count);
+  }
 }
 
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.

@@ -140,7 +140,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
     found.norm.argtypes = [pointer] * 2 + [ctypes.c_float] * 2 + [pointer] + [size] * 2
     found.peaks.argtypes = [pointer] * 3 + [size] * 2
-    found.largest.argtypes = [pointer] * 2 + [size] * 3
+    found.largest.argtypes = [pointer] * 3 + [size] * 3
     found.look_up.argtypes = [pointer] * 2
     found.layer.argtypes = [pointer] * 7 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size, pointer]
