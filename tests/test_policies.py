@@ -401,6 +401,16 @@ class Made:
         return np.minimum(depths, went) * has, went * self.c + self.fixed + reading
 
 
+class FindsFirst(Made):
+    """It finds nothing after so many drafts."""
+
+    found = 0
+
+    def draft(self, *given: Any) -> tuple[np.ndarray, float]:
+        self.finds = float(len(self.asked) <= self.found)
+        return super().draft(*given)
+
+
 def asked_in_turn(
     policy: Policy, drafters: Sequence[Made], at: float, random: np.random.Generator
 ) -> tuple[np.ndarray, Draft, np.ndarray, list[Asked]]:
@@ -514,6 +524,31 @@ def test_a_useless_drafter_costs_at_most_5_per_cent(
         # Without the prompt, which any drafter must read once.
         _, cost = simulate(kind(most), lambda _, a=acceptance: a, 256, c=c, prompt=0)
         assert cost <= 1.05
+
+
+@by_costs
+@pytest.mark.parametrize("fixed", [0.3, 1.0])
+def test_a_drafter_that_finds_nothing_rests(fixed: float, kind: type[CostModel]) -> None:
+    """Also after it found something once."""
+    for found in (0, 6):
+        one = FindsFirst(lambda _: 1.0, 0.02, fixed=fixed, says=None)
+        one.found = found
+        _, cost = decode_made(kind(4), [one], 400)
+        assert 0 < sum(at > 50 for at in one.asked) < 60
+        assert cost < 1.1
+
+
+@by_costs
+def test_drafts_that_find_nothing_lower_the_acceptance(kind: type[CostModel]) -> None:
+    """Of the rows that no drafter before this one serves."""
+    for finds in (0.2, 0.5):
+        policy, one = kind(1), Made(lambda _: 0.9, 0.0, fixed=0.01, finds=finds, says=None)
+        decode_made(policy, [one], 1000)
+        assert policy._sources[0].acceptance()[0] == pytest.approx(0.9 * finds, abs=0.15)
+    policy, second = kind(1), Made(lambda _: 0.9, 0.05, finds=0.8, says=None)
+    first = Made(lambda _: 0.9, 0.0, finds=0.8, says=None)
+    decode_made(policy, [first, second], 600, rows=8, slope=0.01)
+    assert policy._sources[1].acceptance()[0] == pytest.approx(0.72, abs=0.15)
 
 
 @by_costs

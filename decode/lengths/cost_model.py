@@ -20,7 +20,7 @@ ROUNDS = 4  # until the depths and the rate that they give fit each other; two a
 RAREST = 64  # a probe comes after so many times `patience`, whatever it costs
 # Of the steps after the early ones, one in so many is looked at closely: a policy takes time too.
 # In the others no times are read, and what was decided stays; where all drafters rest, it stays
-# REST times as long.
+# REST times as long, or until one is due.
 EARLY, READ, REST = 32, 3, 4
 # Drafters that are told from each other; the tokens of a text, while none has ended; what the mean
 # of those that ended weighs after one more.
@@ -46,8 +46,9 @@ class CostModel(Policy):
     there is at least one every `patience` tokens, unless a single probe costs more than
     1.3 · patience · probe_share plain steps: then the cost limit has priority, up to 64 · patience
     tokens. The cost of a probe includes feeding the drafter the text since its last draft, and the
-    texts that it has not read. After a successful probe the next one follows at once. So few tokens
-    pass until a drafter that has become good is used again.
+    texts that it has not read. A probe that finds nothing is one of which nothing is accepted.
+    After a successful probe the next one follows at once. So few tokens pass until a drafter that
+    has become good is used again.
 
     A drafter reads a new text before its first draft in it. It drafts beside such texts if that is
     worth it: if drafts save more time, over as many tokens as texts had lately, than it takes.
@@ -77,7 +78,7 @@ class CostModel(Policy):
         self,
         max_depth: int = 8,
         memory: float = 0.97,
-        probe_share: float = 0.01,
+        probe_share: float = 0.0125,
         patience: int = 24,
     ) -> None:
         super().__init__(max_depth)
@@ -95,6 +96,7 @@ class CostModel(Policy):
         self._emitted = self._faded_at = 0.0
         self._text, self._texts = TEXT, 0  # the tokens of a text, on average, and how many ended
         self._settled = False  # it decided for these rows
+        self._wakes = 0.0  # the tokens of a row after which a drafter is due, while all rest
 
     def start(self, rows: int) -> None:
         if self.rows:
@@ -142,15 +144,16 @@ class CostModel(Policy):
 
     def depths(self) -> np.ndarray:
         asks = any(source.asks and source.depth for source in self._sources)
-        rests = self._steps >= EARLY and not any(self.by_source)
-        decides = not self._steps % (READ * REST) if rests else self._reads()
+        decides = self._reads()
+        if self._steps >= EARLY and not any(self.by_source):  # all rest
+            decides = not self._steps % (READ * REST) or self._emitted >= self._wakes
         if not self._settled or decides or asks:
             self._decide()
         return np.full(self.rows, max(self.by_source))
 
     def _decide(self) -> None:
         """How deep each drafter may draft."""
-        self._passes.rows, self._settled = self.rows, True
+        self._passes.rows, self._settled, self._wakes = self.rows, True, float("inf")
         known = []
         for source in self._sources:
             depth = self._unknown(source)
@@ -253,8 +256,9 @@ class CostModel(Policy):
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
         rarest = min(rarest, RAREST * self.patience)
-        interval = min(loss / self.probe_share, rarest)
-        return bool((source.hopeful and goes_on) or source.waited >= interval)
+        left = min(loss / self.probe_share, rarest) - source.waited
+        self._wakes = min(self._wakes, self._emitted + left)
+        return bool((source.hopeful and goes_on) or left <= 0)
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.sum()) / max(len(verification.emitted), 1)
@@ -262,7 +266,7 @@ class CostModel(Policy):
         self._emitted += emitted
         self._tokens += verification.emitted
         looks = self._reads() or any(x.depth and (x.asks or x.waited) for x in self._sources)
-        if not (looks or verification.draft_steps or verification.draft_prefill_s):
+        if not (looks or verification.depths.any() or verification.draft_prefill_s):
             self._pass_by(verification, emitted)
             return
         asked, drafted_by = self._asked(verification)
@@ -292,8 +296,10 @@ class CostModel(Policy):
             depths = np.minimum(verification.depths, min(most, source.ended))
             if not levels:
                 # It found nothing, which took time too: no row gets a token.
-                source.see_results(np.zeros_like(depths), depths, np.zeros(1))
-                source.waited = 0.0
+                nothing = np.zeros_like(depths[free])
+                source.see_results(nothing, depths[free], np.zeros(1))
+                source.vain += not source.drafts.known
+                source.waited, source.hopeful = 0.0, False
                 continue
             stays = self.memory**emitted
             source.share = stays * source.share + (1 - stays) * float(free.mean())
