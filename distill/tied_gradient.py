@@ -2,8 +2,8 @@
 
 PyTorch makes a second gradient of all their rows, for the few that a text looks up, and adds it to
 that of the losses. Here the rows that were looked up are added to the gradient of the losses. On a
-GPU this sum would have no fixed order, so there PyTorch's way stays. The gradient is changed in place,
-so a graph can go backward once.
+GPU this sum would have no fixed order, so there PyTorch's way stays. The gradient is changed in
+place, so a graph can go backward once.
 """
 
 from collections.abc import Iterator
