@@ -29,7 +29,7 @@ SMALL = {
     ],
     "drafters": [*TINY, "--quick", "--minutes", "0"],
     "structured": [*TINY, "--quick", "--prompts", "1", "--drafter", "grammar+ngram"],
-    "serve": ["--target", "GGUF", "--dtype", "float32", "--quick", "--clients", "1"],
+    "serve": [*TINY, "--quick", "--clients", "1", "--others", "none"],
     "data": ["--conversations", "100", "--ranks", "2"],
     "distill": ["--quick"],
     "heads": ["--quick", "--arms", "eagle1", "--minutes", "0.05", "--prompts", "4", "--timed", "1"],
