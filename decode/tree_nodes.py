@@ -57,19 +57,20 @@ def pack(keep: Tensor, parents: Tensor) -> Packed:
 
     keep: bool [B, N]. A node may be kept only with its parent. parents: int64 [B, N].
     """
-    device, nodes = keep.device, keep.shape[1]
-    if device.type == "cpu":
-        kept, above = keep.numpy(), parents.numpy()
-    else:
-        host = torch.cat([keep.long(), parents], 1).cpu().numpy()
-        kept, above = host[:, :nodes] > 0, host[:, nodes:]
-    order = np.argsort(~kept, axis=1, kind="stable")
-    above = np.take_along_axis(above, order, 1)
-    number = kept.cumsum(1) - 1
-    new_parents = np.take_along_axis(number, above.clip(min=0), 1) if nodes else above
+    host = torch.cat([keep.long(), parents], 1).cpu().numpy()
+    kept, above = np.split(host, 2, 1)
+    return packed_on_host(kept > 0, above, keep.device)
+
+
+def packed_on_host(keep: np.ndarray, parents: np.ndarray, device: torch.device) -> Packed:
+    """`pack`, for trees whose structure the host knows. device: of what it returns."""
+    order = np.argsort(~keep, axis=1, kind="stable")
+    above = np.take_along_axis(parents, order, 1)
+    number = keep.cumsum(1) - 1
+    new_parents = np.take_along_axis(number, above.clip(min=0), 1) if keep.size else above
     # The parent of padding can be any kept node. The root is always kept.
-    stands = np.take_along_axis(kept, order, 1) & (above >= 0)
-    sizes: np.ndarray = kept.sum(1)
+    stands = np.take_along_axis(keep, order, 1) & (above >= 0)
+    sizes: np.ndarray = keep.sum(1)
     n = int(sizes.max(initial=0))
     order, new_parents = order[:, :n], np.where(stands, new_parents, -1)[:, :n]
     return Packed(to_device(order, device), to_device(new_parents, device), new_parents, sizes)
@@ -89,7 +90,7 @@ def leave_out(draft: Draft, keep: np.ndarray) -> None:
         draft.q_rows = None if draft.q_rows is None else draft.q_rows[:, :width]
         draft.confidence = None if draft.confidence is None else draft.confidence[:, :width]
     else:
-        packed = pack(to_device(keep, draft.tokens.device), draft.parents)
+        packed = packed_on_host(keep, draft.parents_on_host(), draft.tokens.device)
         q_rows = None if draft.q is None else draft.rows_of_q()
         some = packed.draft(draft.tokens, draft.q, q_rows, confidence=draft.confidence)
         draft.tokens, draft.parents, draft.q_rows = some.tokens, some.parents, some.q_rows

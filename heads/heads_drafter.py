@@ -340,7 +340,7 @@ class AttendingDrafter(HeadsDrafter):
         if not columns.shape[1]:
             return states, first
         own, self._first = contexts.rows_from(rows.start, rows.stop), rows.start
-        try:
+        try:  # `replaced` would do, but a draft has time for few calls
             return self.layer(own, columns, states), first
         finally:
             self._first = 0

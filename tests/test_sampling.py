@@ -9,6 +9,7 @@ import pytest
 import scipy.stats
 import torch
 import transformers
+from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
@@ -373,12 +374,20 @@ def test_argmax_is_the_first_of_the_largest(size: int, dtype: torch.dtype) -> No
     assert argmax(logits)[0, 0] == size - 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 7, 33, 1024, 3000])
+each_size = pytest.mark.parametrize("size", [1, 7, 33, 1024, 3000])
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def rows_of(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(2, 5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+
+
+@each_dtype
+@each_size
 def test_the_largest_number_is_the_first_one_and_a_nan_is_seen(
     size: int, dtype: torch.dtype
 ) -> None:
-    logits = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    logits = rows_of(size, dtype)
     logits[0] -= 50
     logits[:, 3, size // 2 :] = logits[:, 3, size // 2 :].amax(-1, keepdim=True)
     places, most = peaks(logits)
@@ -389,12 +398,12 @@ def test_the_largest_number_is_the_first_one_and_a_nan_is_seen(
         assert torch.equal(peaks(logits)[1].isnan(), logits.isnan().any(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [1, 7, 33, 1024, 3000])
+@each_dtype
+@each_size
 def test_the_largest_few_come_in_order_and_the_first_of_equal_ones(
     size: int, dtype: torch.dtype
 ) -> None:
-    logits = torch.randn(2, 5, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    logits = rows_of(size, dtype)
     logits[0, 0] = -torch.inf
     logits[1, :, size // 2 :] = 3
     order = logits.sort(dim=-1, descending=True, stable=True)

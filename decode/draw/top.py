@@ -20,9 +20,26 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of [..., V], largest first, and their indices int64, as from
     `topk`. Of values that tie for the last positions, any may be returned. A NaN counts as the
     largest, but in C++ one with a sign as the least."""
-    found = _largest_in_cpp(values, count)
-    if found is not None:
-        return values.gather(-1, found[0]), found[0]
+    places = _largest_in_cpp(values, count)
+    return _by_groups(values, count) if places is None else (values.gather(-1, places), places)
+
+
+def places_of_top(values: Tensor, count: int) -> Tensor:
+    """int64 [..., count]: the indices from `top`."""
+    places = _largest_in_cpp(values, count)
+    return _by_groups(values, count)[1] if places is None else places
+
+
+def top_with_shares(values: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """The indices from `top`, and the shares of these values in the softmax of all, float32 [...,
+    count], which C++ computes in one call. None where it does not."""
+    shares = torch.empty(*values.shape[:-1], count, dtype=torch.float32)
+    places = _largest_in_cpp(values, count, shares)
+    return None if places is None else (places, shares)
+
+
+def _by_groups(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`top`, where C++ does not look."""
     size = values.shape[-1]
     stride = size // SIEVE
     if values.device.type != "cpu" or 4 * count > stride:
@@ -38,12 +55,6 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     ids = torch.cat([ids, rest], -1)
     largest = values.gather(-1, ids).topk(count, dim=-1)
     return largest.values, ids.gather(-1, largest.indices)
-
-
-def places_of_top(values: Tensor, count: int) -> Tensor:
-    """int64 [..., count]: the indices from `top`."""
-    found = _largest_in_cpp(values, count)
-    return top(values, count)[1] if found is None else found[0]
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -84,26 +95,17 @@ def _peaks_in_cpp(logits: Tensor) -> tuple[Tensor, Tensor] | None:
     return places, most
 
 
-def top_with_shares(values: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-    """The indices from `top`, and the shares of these values in the softmax of all, float32 [...,
-    count], which C++ finds in one call. None where it does not."""
-    return _largest_in_cpp(values, count, shares=True)
-
-
-def _largest_in_cpp(
-    values: Tensor, count: int, *, shares: bool = False
-) -> tuple[Tensor, Tensor] | None:
-    """`top_with_shares`; without `shares` these mean nothing. None where C++ does not look, as at
+def _largest_in_cpp(values: Tensor, count: int, shares: Tensor | None = None) -> Tensor | None:
+    """`places_of_top`. shares: gets those of `top_with_shares`. None where C++ does not look, as at
     values that would be copied."""
     size = values.shape[-1]
-    found = _library(values) if 0 < count <= min(IN_ORDER, size) else None
-    if found is None or not values.is_contiguous():
+    library = _library(values) if 0 < count <= min(IN_ORDER, size) else None
+    if library is None or not values.is_contiguous():
         return None
     places = torch.empty(*values.shape[:-1], count, dtype=torch.int64)
-    parts = torch.empty(places.shape if shares else 0, dtype=torch.float32)
-    where = places.data_ptr(), parts.data_ptr() if shares else None
-    found.largest(values.data_ptr(), *where, values.numel() // size, size, count)
-    return places, parts
+    where = places.data_ptr(), None if shares is None else shares.data_ptr()
+    library.largest(values.data_ptr(), *where, values.numel() // size, size, count)
+    return places
 
 
 def _library(values: Tensor) -> Any:

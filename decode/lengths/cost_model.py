@@ -167,7 +167,9 @@ class CostModel(Policy):
             reads = self._worth_reading(source, depth)
             source.asks = lost > 0 or not depth or not reads
             if source.asks:
-                due = lost != float("inf") and self._is_due(source, lost, goes_on=reads)
+                left = self._wait(source, lost) - source.waited
+                self._wakes = min(self._wakes, self._emitted + left)
+                due = left <= 0 or (source.hopeful and reads and lost != float("inf"))
                 depth = due * max(depth, 1)
             source.depth = depth
 
@@ -244,9 +246,11 @@ class CostModel(Policy):
         """The tokens that the batch could get in the time that one more token adds to a pass."""
         return self._rate * self._plain_and_token()[1]
 
-    def _is_due(self, source: Source, lost: float, *, goes_on: bool) -> bool:
-        """Whether a draft is due although none pays, or none did lately. lost: see `Source.lost`.
-        goes_on: at once, if the last one was accepted."""
+    def _wait(self, source: Source, lost: float) -> float:
+        """The tokens from a draft to the next one where none pays, or none did lately. Infinite if
+        steps without drafts are due. lost: see `Source.lost`."""
+        if lost == float("inf"):
+            return lost
         # The expected loss of a probe compared to plain decoding, in plain steps.
         plain, token = self._plain_and_token()
         fed = self.rows * source.share * source.nodes()[0] + 1  # one is fed in any case
@@ -256,9 +260,7 @@ class CostModel(Policy):
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
         rarest = min(rarest, RAREST * self.patience)
-        left = min(loss / self.probe_share, rarest) - source.waited
-        self._wakes = min(self._wakes, self._emitted + left)
-        return bool((source.hopeful and goes_on) or left <= 0)
+        return min(loss / self.probe_share, rarest)
 
     def observe(self, verification: Verification) -> None:
         emitted = float(verification.emitted.sum()) / max(len(verification.emitted), 1)
