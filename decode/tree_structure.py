@@ -67,11 +67,13 @@ def down_the_paths(
     >>> down_the_paths(np.array([[1, 2, 4]]), np.array([[-1, 0, 0]]), 2, np.add).tolist()
     [[1, 3, 5]]
     """
-    above, inner = parents.clip(min=0), parents >= 0
-    found = values
+    rows, nodes = values.shape
+    found = np.full((rows, nodes + 1), joined.identity, dtype=values.dtype)  # the root is the last
+    found[:, :-1] = values
+    above = parents % (nodes + 1) + (nodes + 1) * np.arange(rows)[:, None]
     for _ in range(levels - 1):
-        found = np.where(inner, joined(np.take_along_axis(found, above, 1), values), values)
-    return found
+        found[:, :-1] = joined(found.ravel()[above], values)
+    return found[:, :-1]
 
 
 def leaf_paths(seen: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -777,11 +777,10 @@ def test_the_nodes_with_the_most_tokens_per_second_are_fed(curve: str) -> None:
     parents, counts = [-1, -1, 0, 0, 2], set()
     for _ in range(12):
         policy = worth(CURVES[curve], c=0.1, rows=2)
-        policy.depths()
-        policy._known_chances = None
         policy._graded[1] = random.random(policy._graded[1].shape) * 20
         policy._graded[0] = policy._graded[1] * random.random(policy._graded[1].shape)
         policy._kept, policy._expected_of = random.random((2, 2)) * 8
+        policy.depths()
         draft = said(random.random((2, 5)), [parents] * 2)
         policy._rate = 0.0
         assert policy.kept(draft) is None  # tokens without a price
@@ -831,7 +830,7 @@ def test_only_tokens_that_are_worth_their_price_are_fed() -> None:
             seconds += told.seconds.draft + told.seconds.verify
             tokens += float(told.emitted.sum())
             fed.append(int(told.drafted.sum()))
-    good_chance, bad_chance = policy._chances()[0, [2 - LEAST, -1 - LEAST], 0]
+    good_chance, bad_chance = policy._chances[0, [2 - LEAST, -1 - LEAST], 0]
     assert good_chance > 0.85
     assert bad_chance < 0.4
     assert np.mean(fed) == pytest.approx(4, abs=1.5)
@@ -891,8 +890,8 @@ def test_drafters_that_are_asked_in_turn_are_corrected_apart() -> None:
         draft = said(np.full((2, 1), 0.8))
         draft.sources, draft.asked = np.array([0, 1]), [Asked(1.0, 1), Asked(1.0, 1)]
         judged(policy, draft, np.array([[True], [False]]), curve=CURVES["flat"])
-    assert policy._chances()[0, 2 - LEAST, 0] > 0.9
-    assert policy._chances()[1, 2 - LEAST, 0] < 0.2
+    assert policy._chances[0, 2 - LEAST, 0] > 0.9
+    assert policy._chances[1, 2 - LEAST, 0] < 0.2
     drafter = CompositeDrafter([NgramDrafter(), SmallLMDrafter(model("llama", seed=7, layers=1))])
     both = Worth(4)
     Decoder(model("llama"), drafter, policy=both).decode(PROMPTS, 40)

@@ -176,6 +176,7 @@ def cut(draft: Draft, price: float) -> np.ndarray:
     """Leave out what is not worth this price. Returns the number of nodes that each row had."""
     policy, sizes = Priced(2, price), draft.sizes
     policy.start(len(sizes))
+    policy.depths()
     keep = policy.kept(draft)
     if keep is not None:
         leave_out(draft, keep)

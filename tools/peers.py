@@ -185,7 +185,6 @@ def step_rows() -> list[Row]:
         target = save_target(Path(place, "target"), layers=7, vocab=VOCAB + 4)
         results, _ = speculators.compare(
             target,
-            str(Path(place, "target")),
             Path(place),
             lengths=(24,),
             vocabularies=(VOCAB // 2, target.vocab_size),

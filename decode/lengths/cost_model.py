@@ -90,6 +90,8 @@ class CostModel(Policy):
         self._known: dict[int, float] = {}  # seconds of drafts by depth, measured before
         self._sources = [Source(max_depth)]
         self._rate = 0.0  # the tokens per second of all rows that drafts of the best depths give
+        # Seconds of a pass without drafts, and those that one more token adds to a pass.
+        self._plain, self._token = INSTANT, 0.0
         self._overhead: float | None = None  # seconds of a step without a draft, beside its pass
         self._steps = 0
         # Tokens of a row, in all steps, and until results last faded.
@@ -154,8 +156,11 @@ class CostModel(Policy):
     def _decide(self) -> None:
         """How deep each drafter may draft."""
         self._passes.rows, self._settled, self._wakes = self.rows, True, float("inf")
+        if (passes := self._passes(self.rows + np.arange(2))) is not None:
+            self._plain, self._token = float(passes[0]), float(passes[1] - passes[0])
         known = []
         for source in self._sources:
+            source.alpha, source.width = source.acceptance(), source.nodes()
             depth = self._unknown(source)
             source.asks = depth is not None
             if depth is None:
@@ -191,25 +196,24 @@ class CostModel(Policy):
     def _best(self, sources: Sequence[Source]) -> list[int]:
         """The depth of each of these drafters with the most tokens per time, of all together: the
         one that brings the most beyond what all together would give in the time that it takes."""
-        plain, token = self._plain_and_token()
         rows = [self.rows * source.share for source in sources]
-        brings = [n * tokens_of(x.acceptance()) for n, x in zip(rows, sources, strict=True)]
+        brings = [n * tokens_of(x.alpha) for n, x in zip(rows, sources, strict=True)]
         takes = [
-            source.seconds() + token * n * np.append(0.0, source.nodes().cumsum())
+            source.seconds() + self._token * n * np.append(0.0, source.width.cumsum())
             for n, source in zip(rows, sources, strict=True)
         ]
         depths = [0] * len(sources)
         for _ in range(ROUNDS):
             gained = sum(x[depth] for x, depth in zip(brings, depths, strict=True))
             taken = sum(x[depth] for x, depth in zip(takes, depths, strict=True))
-            self._rate, before = float((self.rows + gained) / (plain + taken)), depths
+            self._rate, before = float((self.rows + gained) / (self._plain + taken)), depths
             beyond = [b - self._rate * t for b, t in zip(brings, takes, strict=True)]
             depths = [int(x.argmax()) for x in beyond]
             if depths == before:
                 break
         for place, source in enumerate(sources):
             if not depths[place]:  # perhaps by chance
-                alpha = source.acceptance()
+                alpha = source.alpha.copy()
                 alpha[0] += (alpha[0] * (1 - alpha[0]) / (source.tried[0] + 1)) ** 0.5
                 more = rows[place] * tokens_of(alpha) - self._rate * takes[place]
                 depths[place] = int(more.argmax())
@@ -229,22 +233,14 @@ class CostModel(Policy):
         Other texts follow these, so what the others of the batch would save does not count."""
         if not self._new_texts(source):
             return True
-        plain, token = self._plain_and_token()
-        brings = source.share * float(tokens_of(source.acceptance())[depth])  # tokens of a row
-        fed = token * source.share * float(source.nodes()[:depth].sum())
-        saves = plain * brings / self.rows - source.drafts(depth) / self.rows - fed
+        brings = source.share * float(tokens_of(source.alpha)[depth])  # tokens of a row
+        fed = self._token * source.share * float(source.width[:depth].sum())
+        saves = self._plain * brings / self.rows - source.drafts(depth) / self.rows - fed
         return bool(saves * self._text / (1 + brings) >= source.reading_s)
-
-    def _plain_and_token(self) -> tuple[float, float]:
-        """Seconds of a pass without drafts, and those that one more token adds to a pass."""
-        passes = self._passes(self.rows + np.arange(2))
-        return (
-            (INSTANT, 0.0) if passes is None else (float(passes[0]), float(passes[1] - passes[0]))
-        )
 
     def _price(self) -> float:
         """The tokens that the batch could get in the time that one more token adds to a pass."""
-        return self._rate * self._plain_and_token()[1]
+        return self._rate * self._token
 
     def _wait(self, source: Source, lost: float) -> float:
         """The tokens from a draft to the next one where none pays, or none did lately. Infinite if
@@ -252,11 +248,10 @@ class CostModel(Policy):
         if lost == float("inf"):
             return lost
         # The expected loss of a probe compared to plain decoding, in plain steps.
-        plain, token = self._plain_and_token()
-        fed = self.rows * source.share * source.nodes()[0] + 1  # one is fed in any case
-        cost = (source.probe_s or source.drafts(1)) + token * fed
+        fed = self.rows * source.share * source.width[0] + 1  # one is fed in any case
+        cost = (source.probe_s or source.drafts(1)) + self._token * fed
         cost += self._new_texts(source) * source.reading_s
-        loss = max(float(cost / plain - source.share * source.acceptance()[0]), lost)
+        loss = max(float(cost / self._plain - source.share * source.alpha[0]), lost)
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
         # What a probe reads grows with the wait, so a longer wait may never be long enough.
         rarest = min(rarest, RAREST * self.patience)

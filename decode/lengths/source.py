@@ -20,7 +20,8 @@ class Source:
 
     depth: how deep its next draft may be; 0: it rests. asks: that draft is made to learn from it.
     ended: where the policy let its last drafts end, if it did. grows: the policy decides that
-    level by level. share: of the rows, those that no drafter before it serves. new_text: it has not
+    level by level. alpha, width: its acceptance and its nodes when the policy last decided.
+    share: of the rows, those that no drafter before it serves. new_text: it has not
     drafted since the batch began. waited: tokens since its last draft. hopeful: most rows accepted
     a token of that draft. vain: its drafts in passes that read prompts too, which tell no cost.
     unasked: further drafts of two tokens, to see a second depth. probe_s: seconds of drafting a
@@ -38,11 +39,12 @@ class Source:
         self.drafts = _DraftTimes()
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
-        self.accepted, self.tried = np.zeros((2, max_depth))
+        self._counts = np.zeros((4, max_depth))
+        self.accepted, self.tried, self.allowed, self.fed = self._counts
         self.accepted[0], self.tried[0] = 0.6, 1.0
         # By depth: drafts that were allowed to go so deep, and nodes that were fed for them.
-        self.allowed, self.fed = np.zeros((2, max_depth))
         self.allowed[0] = self.fed[0] = 1.0
+        self.alpha, self.width = self.acceptance(), self.nodes()
         # By the size of the batch, without its drafts and with: tokens of a row, how many plain
         # steps could be taken meanwhile, steps, and squares of these tokens.
         self._brought: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros((2, 4)))
@@ -84,8 +86,7 @@ class Source:
 
     def fade(self, share: float) -> None:
         """Results so far weigh less."""
-        for sums in (self.accepted, self.tried, self.allowed, self.fed):
-            sums *= share
+        self._counts *= share
 
     def see_results(self, accepted: np.ndarray, depths: np.ndarray, fed: np.ndarray) -> None:
         """What became of a draft, by row: accepted tokens, and how deep it could be, int [B]. fed:
@@ -117,10 +118,12 @@ class Source:
 
 
 class _DraftTimes:
-    """Seconds of a draft by its depth: a fixed part and a part per depth."""
+    """Seconds of a draft by its depth: a fixed part and a part per depth. What was measured before
+    is forgotten when drafts of two depths were seen: it is of all drafters together."""
 
     def __init__(self) -> None:
         self.known: dict[int, float] = {}
+        self._seen: set[int] = set()
         self._parts = (0.0, 0.0)
 
     def know(self, depth: int, seconds: float) -> None:
@@ -137,6 +140,9 @@ class _DraftTimes:
         elif self.known:
             usual = self(depth)
             seconds = usual * clipped(max(seconds, INSTANT) / usual)
+        self._seen.add(depth)
+        if len(self._seen) == 2:
+            self.known = {one: self.known.get(one, seconds) for one in self._seen}
         self.know(depth, seconds)
 
     def __call__(self, depth: int) -> float:

@@ -53,8 +53,8 @@ class Worth(CostModel):
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _since: np.ndarray  # [B]: tokens since these last faded
+    _chances: np.ndarray  # float64 [drafters, grades, max_depth], see `_chances_of_nodes`
     _fed_nodes: "_Nodes | None" = None  # of this pass
-    _known_chances: np.ndarray | None = None  # until there are new results
     _graded_at = 0.0  # as `_faded_at`, of results of nodes
 
     @cached_property
@@ -63,10 +63,8 @@ class Worth(CostModel):
         judged, of each of several drafters. Those past the last count together."""
         return np.zeros((2, DRAFTERS, MOST - LEAST + 1, self.max_depth))
 
-    def _chances(self) -> np.ndarray:
+    def _chances_of_nodes(self) -> np.ndarray:
         """float64 [drafters, grades, max_depth]: of nodes, if those above them are accepted."""
-        if self._known_chances is not None:
-            return self._known_chances
         kept, judged = self._graded
         said = 1 / (1 + 2.0 ** -np.arange(LEAST, MOST + 1))
         found, of = kept.sum(2), judged.sum(2)  # [drafters, grades]
@@ -76,8 +74,16 @@ class Worth(CostModel):
         # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
         rising = np.maximum.accumulate(chances, 1)
         falling = np.minimum.accumulate(chances[:, ::-1], 1)[:, ::-1]
-        self._known_chances = (rising + falling) / 2
-        return self._known_chances
+        chances = (rising + falling) / 2
+        return chances
+
+    def _decide(self) -> None:
+        super()._decide()
+        faded = self.memory**self._since
+        self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
+        self._graded *= self.memory ** ((self._emitted - self._graded_at) / LONGER)
+        self._since, self._graded_at = np.zeros(self.rows), self._emitted
+        self._chances = self._chances_of_nodes()
 
     def depths(self) -> np.ndarray:
         self._fed_nodes = None
@@ -96,12 +102,11 @@ class Worth(CostModel):
         drafter.grows = True
         if drafter.asks:
             return True
-        valid = np.ones(confidence.shape, dtype=bool)
         above = None if parents is None else parents.numpy()
-        sources = np.full(len(valid), source)
-        nodes = self._weighed(_Nodes(valid, confidence.numpy(), above, depth, sources))
+        sources = np.full(len(confidence), source)
+        nodes = self._weighed(_Nodes(confidence.numpy(), above, depth, sources))
         reached = (nodes.reached * (nodes.depths == depth - 1)).max(1)
-        per_row = reached * drafter.acceptance()[depth] - self._price() * drafter.nodes()[depth]
+        per_row = reached * drafter.alpha[depth] - self._price() * drafter.width[depth]
         level = drafter.drafts(depth + 1) - drafter.drafts(depth)
         if np.maximum(per_row, 0.0).sum() >= self._rate * level:
             return True
@@ -115,8 +120,8 @@ class Worth(CostModel):
         parents = None if draft.is_chain else draft.parents_on_host()
         confidence = draft.confidences().cpu().numpy()
         sources = np.zeros(len(valid), dtype=int) if draft.sources is None else draft.sources
-        nodes = self._weighed(_Nodes(valid, confidence, parents, draft.levels(), sources))
-        keep = nodes.worth
+        nodes = self._weighed(_Nodes(confidence, parents, draft.levels(), sources))
+        nodes.worth = keep = valid & (nodes.reached >= self._price())
         # Known before a node is drawn: a parent is worth as much as its children.
         for number, source in enumerate(self._sources):
             if not source.asks:
@@ -126,37 +131,27 @@ class Worth(CostModel):
                 keep = keep.copy()
                 row = int((nodes.reached * its)[:, 0].argmax())
                 keep[row, 0] = True
-        every = bool((keep == valid).all())
-        self._fed_nodes = nodes
-        if every:
-            return None
-        nodes.keep(keep)
-        return keep
+        self._fed_nodes, nodes.fed = nodes, keep
+        return None if (keep == valid).all() else keep
 
     def _weighed(self, nodes: "_Nodes") -> "_Nodes":
         """The same with their chances."""
-        if self._since.any():
-            faded = self.memory**self._since
-            self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
-            self._graded *= self.memory ** ((self._emitted - self._graded_at) / LONGER)
-            self._known_chances = None
-            self._since, self._graded_at = np.zeros(self.rows), self._emitted
+        nodes.chances = self._chances[nodes.sources, nodes.grades, nodes.depths]
         own = (self._kept + OWN) / (self._expected_of + OWN)
-        nodes.chances = self._chances()[nodes.sources, nodes.grades, nodes.depths]
         here = np.minimum(own[:, None] * nodes.chances, 1.0)
         nodes.reached = nodes.from_the_root(here, np.multiply)
-        nodes.worth = nodes.valid & (nodes.reached >= self._price())
         return nodes
 
     def observe(self, verification: Verification) -> None:
+        if (nodes := self._fed_nodes) is not None:
+            nodes.accepted, nodes.judged = nodes.outcomes(verification)
         super().observe(verification)
         self._since += verification.emitted
-        if (nodes := self._fed_nodes) is None:
+        if nodes is None:
             return
-        accepted, judged = nodes.outcomes(verification)
-        self._kept += accepted.sum(1)
-        self._expected_of += (nodes.chances * judged).sum(1)
-        for table, which in zip(self._graded, (accepted, judged), strict=True):
+        self._kept += nodes.accepted.sum(1)
+        self._expected_of += (nodes.chances * nodes.judged).sum(1)
+        for table, which in zip(self._graded, (nodes.accepted, nodes.judged), strict=True):
             row, _ = np.nonzero(which)
             at = nodes.sources[row, 0], nodes.grades[which], nodes.depths[which]
             np.add.at(table, at, 1.0)
@@ -167,33 +162,34 @@ class Worth(CostModel):
         if (nodes := self._fed_nodes) is None:
             return super()._results(verification, rows)
         worth = nodes.worth & rows[:, None]
-        accepted = worth & nodes.outcomes(verification)[0]
-        return accepted.sum(1), np.bincount(nodes.depths[worth])
+        return (worth & nodes.accepted).sum(1), np.bincount(nodes.depths[worth])
 
 
 class _Nodes:
     """The nodes of a draft, [B, N] each.
 
-    valid: those that are no padding. parents: −1 is the root; None: chains. levels: the depth of
-    the deepest. sources: int [B, 1], the drafters of the rows. depths: 0 for the root's children.
-    grades: by what the drafter says of them. chances: if their parents are accepted, as of all
-    rows. reached: if that is not known, as of this row. worth: bool, those that are worth their
-    price.
+    parents: −1 is the root; None: chains. levels: the depth of the deepest. sources: int [B, 1],
+    the drafters of the rows. depths: 0 for the root's children. grades: by what the drafter says of
+    them. chances: if their parents are accepted, as of all rows. reached: if that is not known, as
+    of this row. worth, fed: bool, those that are worth their price, and those that are fed.
+    accepted, judged: bool, those that were accepted, and those whose parents were.
     """
 
     chances: np.ndarray
     reached: np.ndarray
     worth: np.ndarray
+    fed: np.ndarray
+    accepted: np.ndarray
+    judged: np.ndarray
 
     def __init__(
         self,
-        valid: np.ndarray,
         confidence: np.ndarray,
         parents: np.ndarray | None,
         levels: int,
         sources: np.ndarray,
     ) -> None:
-        self.valid, self.parents, self.levels = valid, parents, levels
+        self.parents, self.levels = parents, levels
         self.sources = np.minimum(sources, DRAFTERS - 1)[:, None]
         # Not NaN, as of a drafter whose logits are.
         self.grades = np.searchsorted(GRADES, np.fmax(confidence, 0.0))
@@ -206,27 +202,17 @@ class _Nodes:
             return found
         return down_the_paths(values, self.parents, self.levels, joined)
 
-    def keep(self, keep: np.ndarray) -> None:
-        """Drop all but these nodes, bool [B, N]. The others stay in their order."""
-        order = np.argsort(~keep, axis=1, kind="stable")[:, : int(keep.sum(1).max())]
-        if self.parents is not None:
-            number = np.pad(keep.cumsum(1) - 1, ((0, 0), (0, 1)), constant_values=-1)
-            above = np.take_along_axis(number, self.parents, 1)
-            self.parents = np.take_along_axis(above, order, 1)
-        self.valid = np.take_along_axis(keep, order, 1)
-        for name in ("depths", "grades", "chances", "worth"):
-            setattr(self, name, np.take_along_axis(getattr(self, name), order, 1))
-
     def outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
-        """bool [B, N] each: the nodes that were accepted, and those whose parents were."""
+        """`accepted` and `judged`. The pass numbers those that were fed, in their order."""
         accepted = verification.accepted[:, None]
         if self.parents is None:
-            place = np.arange(self.valid.shape[1])
-            return self.valid & (place < accepted), self.valid & (place <= accepted)
-        rows, count = self.valid.shape
+            place = np.arange(self.fed.shape[1])
+            return self.fed & (place < accepted), self.fed & (place <= accepted)
+        rows, count = self.fed.shape
         stays = np.zeros((rows, count + 1), dtype=bool)
         stays[:, -1] = True  # the root
         row, place = np.nonzero(np.arange(verification.nodes.shape[1]) < accepted)
-        stays[row, verification.nodes[row, place]] = True
-        judged = self.valid & np.take_along_axis(stays, self.parents, 1)
+        order = np.argsort(~self.fed, axis=1, kind="stable")
+        stays[row, order[row, verification.nodes[row, place]]] = True
+        judged = self.fed & np.take_along_axis(stays, self.parents, 1)
         return stays[:, :-1] & judged, judged
