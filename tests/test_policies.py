@@ -915,6 +915,19 @@ def test_where_heads_end_the_deeper_nodes_of_lookup_are_no_nodes_of_theirs() -> 
     assert heads.nodes().max() <= 1
 
 
+def test_drafts_that_are_seen_say_what_a_level_takes() -> None:
+    """What was measured before was of another drafter too, and heads never go four deep."""
+    policy = Worth(4)
+    policy.use_costs(Costs(PLAIN, 1, 0.05, (1, 2), (1.0, 1.1)))
+    policy.start(1)
+    heads = policy._source(1)
+    heads.new_text, heads.waited = False, 0.0
+    for _ in range(20):
+        heads.see_seconds(0.4 * PLAIN, 3)
+        heads.see_seconds(0.2 * PLAIN, 1)
+    assert heads.drafts(3) - heads.drafts(1) == pytest.approx(0.2 * PLAIN, rel=0.2)
+
+
 def lookup(alpha: float = 0.9, finds: float = 0.4) -> Made:
     return Made(lambda _: alpha, 0.0, 0.02, finds=finds, says=None)
 
