@@ -154,8 +154,9 @@ class Limits:
         distribution of the text.
     stops_after: the draft ends after that token, which is still drafted, and not before it.
     grows: whether drafts that are so deep get another level, given how sure the drafter is of each
-        of their nodes, float32 [B, N], the parents of these, int64 [B, N], or None for chains, and
-        `source`. A draft then says how sure the drafter was (`Draft.confidence`), if it can.
+        node of the last level, float32 [B, n], the parents of these, int64 [B, n], or None for
+        chains, and `source`. It is asked of each level in turn. A draft then says how sure the
+        drafter was (`Draft.confidence`), if it can.
     source: the number of this drafter among several that are asked in turn.
     by_source: the max depth of each of several that this drafter asks in turn, beside `depths`. 0:
         it rests. Those past the end have `depths` alone.
@@ -172,14 +173,15 @@ class Limits:
     def max_depth(self) -> int:
         return int(self.depths.max(initial=0))
 
-    def ends(self, depth: int, confidence: Sequence[Tensor], parents: Tensor | None = None) -> bool:
-        """Whether drafts end that are so deep. confidence: of their nodes, [B, n] each, side by
-        side. On an accelerator they do not: reading would take longer than drafting."""
-        if self.grows is None or not reads_are_free(confidence[0].device):
+    def ends(self, depth: int, confidence: Tensor, parents: Tensor | None = None) -> bool:
+        """Whether drafts end that are so deep. confidence, parents: of their last level, as for
+        `grows`. On an accelerator they do not: reading would take longer than drafting."""
+        if self.grows is None or not reads_are_free(confidence.device):
             return False
-        deeper = torch.from_numpy(self.depths > depth)[:, None]
-        sure = torch.cat([*confidence], 1) * deeper
-        return not self.grows(depth, sure, parents, self.source)
+        deeper = self.depths > depth
+        if not deeper.all():
+            confidence = confidence * torch.from_numpy(deeper)[:, None]
+        return not self.grows(depth, confidence, parents, self.source)
 
 
 @dataclass

@@ -390,7 +390,7 @@ class Made:
         3% of a step's for each token that it has missed."""
         depth, went = int(depths.max()), 1
         while went < depth and self.says is not None and policy.weighs:
-            sure = torch.full((len(depths), went), self.says) * torch.tensor(depths > went)[:, None]
+            sure = torch.full((len(depths), 1), self.says) * torch.tensor(depths > went)[:, None]
             if not policy.grows(went, sure, None, number):
                 break
             went += 1
@@ -1002,7 +1002,7 @@ class Shallow(Fixed):
     def grows(self, depth: int, confidence: torch.Tensor, *of: Any) -> bool:
         parents, source = of
         assert not source
-        assert confidence.shape[1] == (depth if parents is None else parents.shape[1])
+        assert confidence.shape[1] == (1 if parents is None else parents.shape[1])
         assert 0 < confidence.max() <= 1
         return depth < 2
 

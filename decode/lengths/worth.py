@@ -54,6 +54,7 @@ class Worth(CostModel):
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _since: np.ndarray  # [B]: tokens since these last faded
     _chances: np.ndarray  # float64 [drafters, grades, max_depth], see `_chances_of_nodes`
+    _reached: np.ndarray  # [B, N]: of the draft that grows, the chances of its nodes
     _fed_nodes: "_Nodes | None" = None  # of this pass
     _graded_at = 0.0  # as `_faded_at`, of results of nodes
 
@@ -102,11 +103,16 @@ class Worth(CostModel):
         drafter.grows = True
         if drafter.asks:
             return True
-        above = None if parents is None else parents.numpy()
-        sources = np.full(len(confidence), source)
-        nodes = self._weighed(_Nodes(confidence.numpy(), above, depth, sources))
-        reached = (nodes.reached * (nodes.depths == depth - 1)).max(1)
-        per_row = reached * drafter.alpha[depth] - self._price() * drafter.width[depth]
+        chances = self._chances[min(source, DRAFTERS - 1), _grades(confidence.numpy()), depth - 1]
+        reached = np.minimum(self._own() * chances, 1.0)
+        if depth == 1:
+            self._reached = reached
+        elif parents is None:
+            self._reached = reached = reached * self._reached
+        else:
+            reached = reached * np.take_along_axis(self._reached, parents.numpy(), 1)
+            self._reached = np.concatenate([self._reached, reached], 1)
+        per_row = reached.max(1) * drafter.alpha[depth] - self._price() * drafter.width[depth]
         level = drafter.drafts(depth + 1) - drafter.drafts(depth)
         if np.maximum(per_row, 0.0).sum() >= self._rate * level:
             return True
@@ -134,11 +140,17 @@ class Worth(CostModel):
         self._fed_nodes, nodes.fed = nodes, keep
         return None if (keep == valid).all() else keep
 
+    def _own(self) -> np.ndarray:
+        """float64 [B, 1]: how many times as much as all rows a row accepts."""
+        own: np.ndarray = (self._kept + OWN) / (self._expected_of + OWN)
+        return own[:, None]
+
     def _weighed(self, nodes: "_Nodes") -> "_Nodes":
         """The same with their chances."""
-        nodes.chances = self._chances[nodes.sources, nodes.grades, nodes.depths]
-        own = (self._kept + OWN) / (self._expected_of + OWN)
-        here = np.minimum(own[:, None] * nodes.chances, 1.0)
+        shape = self._chances.shape
+        nodes.places = (nodes.sources * shape[1] + nodes.grades) * shape[2] + nodes.depths
+        nodes.chances = self._chances.ravel()[nodes.places]
+        here = np.minimum(self._own() * nodes.chances, 1.0)
         nodes.reached = nodes.from_the_root(here, np.multiply)
         return nodes
 
@@ -152,9 +164,7 @@ class Worth(CostModel):
         self._kept += nodes.accepted.sum(1)
         self._expected_of += (nodes.chances * nodes.judged).sum(1)
         for table, which in zip(self._graded, (nodes.accepted, nodes.judged), strict=True):
-            row, _ = np.nonzero(which)
-            at = nodes.sources[row, 0], nodes.grades[which], nodes.depths[which]
-            np.add.at(table, at, 1.0)
+            table += np.bincount(nodes.places[which], minlength=table.size).reshape(table.shape)
 
     def _results(
         self, verification: Verification, rows: np.ndarray
@@ -165,16 +175,25 @@ class Worth(CostModel):
         return (worth & nodes.accepted).sum(1), np.bincount(nodes.depths[worth])
 
 
+def _grades(confidence: np.ndarray) -> np.ndarray:
+    """int, same shape: of what a drafter says of its nodes. It may say NaN, as of logits that are
+    not finite."""
+    grades: np.ndarray = np.searchsorted(GRADES, np.fmax(confidence, 0.0))
+    return grades
+
+
 class _Nodes:
     """The nodes of a draft, [B, N] each.
 
     parents: −1 is the root; None: chains. levels: the depth of the deepest. sources: int [B, 1],
     the drafters of the rows. depths: 0 for the root's children. grades: by what the drafter says of
-    them. chances: if their parents are accepted, as of all rows. reached: if that is not known, as
-    of this row. worth, fed: bool, those that are worth their price, and those that are fed.
-    accepted, judged: bool, those that were accepted, and those whose parents were.
+    them. places: in a table of all drafters, grades and depths. chances: if their parents are
+    accepted, as of all rows. reached: if that is not known, as of this row. worth, fed: bool, those
+    that are worth their price, and those that are fed. accepted, judged: bool, those that were
+    accepted, and those whose parents were.
     """
 
+    places: np.ndarray
     chances: np.ndarray
     reached: np.ndarray
     worth: np.ndarray
@@ -191,8 +210,7 @@ class _Nodes:
     ) -> None:
         self.parents, self.levels = parents, levels
         self.sources = np.minimum(sources, DRAFTERS - 1)[:, None]
-        # Not NaN, as of a drafter whose logits are.
-        self.grades = np.searchsorted(GRADES, np.fmax(confidence, 0.0))
+        self.grades = _grades(confidence)
         self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1
 
     def from_the_root(self, values: np.ndarray, joined: np.ufunc) -> np.ndarray:

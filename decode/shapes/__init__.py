@@ -266,7 +266,7 @@ def chain_of(
             q.append(growth.over_vocabulary(probs))
         tokens.append(drawn)
         if position + 1 < depth:
-            if limits.ends(position + 1, sure):
+            if limits.grows is not None and limits.ends(position + 1, sure[-1]):
                 break
             logits = growth.extend(drawn[:, None])[:, 0]
     return tokens, q

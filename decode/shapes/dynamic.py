@@ -47,8 +47,8 @@ class Dynamic(Shape):
         fed_parents = torch.full_like(tokens, -1)
         for depth in range(1, limits.max_depth):
             if limits.grows is not None:
-                _, log_q_of, _, above = zip(*layers, strict=True)
-                if limits.ends(depth, [x.exp() for x in log_q_of], torch.cat(above, 1)):
+                _, log_q_of, _, above = layers[-1]
+                if limits.ends(depth, log_q_of.exp(), above):
                     break
             scores_BK, chosen = scores.sort(dim=1, descending=True, stable=True)
             scores_BK, chosen = scores_BK[:, :width], chosen[:, :width]

@@ -44,7 +44,7 @@ class _Level:
     likeliest of each parent, of all parents one after the other. with_order: the nodes with 0, 1, …
     earlier siblings. expanded: int64 [e], the expanded nodes. fed_parents: int64 [B, e], their
     parents, as numbers of fed nodes. fed_ancestors: bool [B, m, m], of the nodes that are fed down
-    to this depth. above: int64 [B, …], the parents of all nodes down to this depth, as in `Draft`.
+    to this depth. above: int64 [B, n], the parents of the nodes, as in `Draft`.
     """
 
     first: int
@@ -110,7 +110,7 @@ class _Plan:
                     on_device(inner),
                     of_rows(q_rows[at[inner]] - 1).contiguous(),
                     of_rows(ancestors[np.ix_(fed, fed)]),
-                    of_rows(above[: at[-1] + 1]),
+                    of_rows(above[at]),
                 )
             )
             before = int(q_rows[at].max()) + 1
@@ -163,7 +163,7 @@ class FixedTree(Shape):
         for depth, level in enumerate(plan.levels, 1):
             drawn.append(children.of(logits, level))
             if level.fed_parents.shape[1]:
-                if limits.ends(depth, children.sure, level.above):
+                if children.sure and limits.ends(depth, children.sure[-1], level.above):
                     plan = self._plan(depth, rows, growth.device)
                     break
                 fed = drawn[-1][:, level.expanded]
