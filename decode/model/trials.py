@@ -152,7 +152,7 @@ def require_skipping(lm: Tried, skipped: Sublayers) -> None:
 
 def chains(lm: Tried) -> str | None:
     """The trial of chains of tokens, in two rows of different lengths and in one alone."""
-    texts = _Texts(lm)
+    texts = _TrialTexts(lm)
     rows, lengths = np.arange(2), PROMPTS
     if not texts.own_is_causal():
         return "would give another text: its own logits for a text change when more tokens follow"
@@ -179,7 +179,7 @@ def chains(lm: Tried) -> str | None:
 
 def trees(lm: Tried) -> str | None:
     """The trial of token trees: all nodes in one pass, and the deepest ones after the others."""
-    texts = _Texts(lm)
+    texts = _TrialTexts(lm)
     rows = np.arange(2)
     texts.begin(rows)
     texts.read(PROMPTS)
@@ -230,7 +230,7 @@ class Without:
 
     def __call__(self, lm: Tried) -> str | None:
         """Why drafts cannot skip these, or None."""
-        texts = _Texts(lm)
+        texts = _TrialTexts(lm)
         rows = np.arange(2)
         texts.begin(rows)
         texts.read(PROMPTS)
@@ -243,7 +243,7 @@ class Without:
         return None if agrees else "leaves traces in the cache"
 
 
-class _Texts:
+class _TrialTexts:
     """Two texts, and the model's own logits for them."""
 
     def __init__(self, lm: Tried) -> None:
