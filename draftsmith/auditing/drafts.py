@@ -24,7 +24,7 @@ COUNTING = {
 }
 
 
-def read(url: str, key: str | None) -> EngineCounters | None:
+def counters_if_shown(url: str, key: str | None) -> EngineCounters | None:
     """The engine's counters once they stand still, or those that it shows after a while; None if
     it shows none."""
     try:

@@ -164,10 +164,13 @@ class Questions:
     ) -> tuple[AskedTexts, list[JudgedText], list[Finding]]:
         """As `_judged`, and what the server's counters say meanwhile."""
         key = self.config.key()
-        before = drafts.read(self.urls[0], key)
+        before = drafts.counters_if_shown(self.urls[0], key)
         asked, texts = self._judged(self.urls[0], sampling, samples)
         counted, engine = asked.counts, "llamacpp"
-        if before is not None and (after := drafts.read(self.urls[0], key)) is not None:
+        if (
+            before is not None
+            and (after := drafts.counters_if_shown(self.urls[0], key)) is not None
+        ):
             counted, engine = after.counts - before.counts, after.engine
         elif not counted.drafted:
             return asked, texts, []

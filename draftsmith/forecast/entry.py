@@ -49,7 +49,7 @@ from train.data.read import Example, spread
 from train.measure.evaluation import evaluate
 from train.report.format_figures import format_duration, format_machine
 from train.run.config import RunConfig, differences, dump_config
-from train.run.entry import begun
+from train.run.entry import begun_run
 from train.run.run import CONFIG, DONE, Splits
 
 OTHER_SHARES = (0.5, 2.0)  # of the data, for which tokens per step are forecast too
@@ -78,7 +78,7 @@ def forecast(
     """
     start = time.perf_counter()
     file, settings = forecast_of(config.run_dir), config.evaluation
-    with begun(config, quiet=True) as whole:
+    with begun_run(config, quiet=True) as whole:
         splits, target = whole.read_data(), whole.target
         judged = spread(whole.corpus(splits).asked(settings.split), settings.prompts)
         asked = whole.prompts(judged)
@@ -232,7 +232,7 @@ def _pilot(
     place = directory / (name if bare else f"rows-{rows}")
     settings = pilot_config(config, files, rows / total, place, bare=bare)
     more = _has_other_stages(settings)
-    with begun(settings, quiet=quiet, allow_changes=more) as run:
+    with begun_run(settings, quiet=quiet, allow_changes=more) as run:
         run.loaded = target
         run.execute()
         return read_pilot(run, rows)

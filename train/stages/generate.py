@@ -42,7 +42,12 @@ from train.data.answer_files import AnswerFiles, answer_counts, draw_number, pro
 from train.data.corpus import SELF_PROMPTS
 from train.data.read import Example, select, spread, values
 from train.data.row_grammars import row_grammars
-from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
+from train.data.self_prompts import (
+    read_self_prompts,
+    require_template,
+    save_self_prompts,
+    write_prompts,
+)
 from train.data.turns import Turns
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server, require_states
@@ -169,7 +174,7 @@ class GenerateStage(Stage[GenerateConfig]):
         """Those whose prompts are answered."""
         config = self.config
         if config.self_prompts:
-            written = read_prompts(self.directory / SELF_PROMPTS)
+            written = read_self_prompts(self.directory / SELF_PROMPTS)
             return self.corpus.askable(written, f"prompts of {config.name}")
         answerable = self.corpus.answerable(config.split, config.name)
         if config.turns == "every":
@@ -205,7 +210,7 @@ class GenerateStage(Stage[GenerateConfig]):
                     progress=bar.update,
                 )
             if ranks.is_main:
-                save_prompts(directory, config.name, written)
+                save_self_prompts(directory, config.name, written)
                 remove_directory(drawn)
             left_out = "".join(f", {count} {reason}" for reason, count in written.dropped.items())
             self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
