@@ -30,7 +30,7 @@ from decode.model.forward.attention_mask import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.masked_copies import copies_of_anchors, copies_of_depths
-from distill.settings import kept_share
+from distill.student_settings import kept_share
 from heads.attending_heads import AttendingHeads
 from heads.eagle3_heads import Eagle3Layer
 from heads.heads_drafter import AttendingDrafter

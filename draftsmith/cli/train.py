@@ -118,7 +118,7 @@ def watch(
     require_packages("starlette", "uvicorn")
     from draftsmith.net.listen import bind
     from draftsmith.watch.run_state import RunState
-    from draftsmith.watch.server import HOST, WatchServer
+    from draftsmith.watch.watch_server import HOST, WatchServer
 
     state = RunState(run)
     with bind(HOST, port) as bound:

@@ -19,7 +19,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
-from draftsmith.export.acceptance import Counting
+from draftsmith.export.compare_acceptance import Counting
 
 BATCH = 16
 NOTHING = -1  # in the place of a token that was not drafted

@@ -14,12 +14,12 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
-from draftsmith.auditing.drafts import COUNTING
+from draftsmith.auditing.engine_acceptance import COUNTING
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
 from draftsmith.diagnosis.engine import measure_server, measure_together, ready, template_fault
 from draftsmith.diagnosis.explain import ALONE, EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
-from draftsmith.export.acceptance import Acceptance
+from draftsmith.export.compare_acceptance import Acceptance
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads

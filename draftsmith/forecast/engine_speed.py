@@ -18,10 +18,10 @@ from statistics import median
 import numpy as np
 
 from decode.base.errors import UserError, nearest
-from draftsmith.auditing.drafts import counters_if_shown
+from draftsmith.auditing.engine_acceptance import counters_if_shown
 from draftsmith.auditing.entry import server_config
 from draftsmith.forecast.answer import EngineCell, Speed
-from draftsmith.forecast.worth import piece
+from draftsmith.forecast.step_costs import piece
 from train.engines.child_process import ask
 from train.engines.counters import (
     DraftCounts,

@@ -2,7 +2,7 @@
 
 Each stage that makes a drafter is trained on small parts of the run's data (`forecast.pilots`). Its
 acceptance is extrapolated to all of the data (`forecast.curve`), and set against what a step with
-drafts costs here (`forecast.worth`).
+drafts costs here (`forecast.step_costs`).
 """
 
 import json
@@ -42,7 +42,7 @@ from draftsmith.forecast.pilots import (
     write_data,
 )
 from draftsmith.forecast.planned_stages import kind_of
-from draftsmith.forecast.worth import Worksite
+from draftsmith.forecast.step_costs import Worksite
 from train.base.provenance import describe_process
 from train.base.run_files import forecast_of, stage_directory
 from train.data.read import Example, spread

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from decode.base.errors import UserError
-from distill.settings import (
+from distill.student_settings import (
     REFUSED_BY_SHARED,
     DrafterLora,
     ParallelConfig,

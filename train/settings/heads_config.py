@@ -12,7 +12,7 @@ from decode.base.errors import UserError
 from decode.base.strict import kinds_of
 from decode.model.model_names import EMBEDDED_PREFIX
 from decode.opening.shipped import shipped_drafter
-from distill.settings import DrafterLora, refuse
+from distill.student_settings import DrafterLora, refuse
 from heads.options import HeadOptions
 from train.settings.drafter_stages import require_merged, require_own_weights
 from train.settings.optimizer_config import OptimizerConfig

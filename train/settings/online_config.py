@@ -10,7 +10,7 @@ from decode.base.errors import UserError
 from decode.base.registry import registered_names
 from decode.base.strict import Strict
 from decode.draw.sampling_config import SamplingConfig
-from distill.settings import StudentConfig
+from distill.student_settings import StudentConfig
 from train.settings.drafter_stages import (
     drafts_in_parallel,
     has_other_tokenizer,

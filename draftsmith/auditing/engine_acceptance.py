@@ -3,7 +3,7 @@
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.export.acceptance import (
+from draftsmith.export.compare_acceptance import (
     FEWEST_TOKENS,
     Acceptance,
     Counting,
