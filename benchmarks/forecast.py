@@ -36,7 +36,7 @@ from benchmarks.common import (
 )
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
-from decode.model.without_weights import load_config
+from decode.model.without_weights import load_model_config
 from draftsmith.forecast.answer import Forecast, Range
 from draftsmith.forecast.entry import forecast
 from heads.layers.target_layers import auxiliary_layers
@@ -131,7 +131,7 @@ def _read_layers(kinds: Sequence[str], named: Sequence[int] | None, target: str)
         return []
     if named:
         return list(named)
-    config, _ = load_config(target)
+    config, _ = load_model_config(target)
     return list(auxiliary_layers(config.get_text_config().num_hidden_layers))
 
 

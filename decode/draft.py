@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decode.base.device import reads_are_free, surely_none, to_device
 from decode.draw.constraint import Guide
-from decode.draw.penalties import Answers
+from decode.draw.penalties import AnswerSpans
 from decode.tree_structure import (
     ancestors_of,
     children_of,
@@ -64,7 +64,7 @@ class Contexts:
     sources: Sequence[Sequence[int]] | None = None
     labels: Sequence[str | None] | None = None
     guides: Sequence[Guide | None] | None = None
-    answers: Answers | None = None
+    answers: AnswerSpans | None = None
 
     @classmethod
     def of(

@@ -73,7 +73,7 @@ class TokenLoss:
 
 
 @dataclass
-class _Layer:
+class _Parameter:
     """A weight or bias that losses read.
 
     parameter: as it was given. values: in the dtype of the products. gradient: over all losses,
@@ -86,12 +86,12 @@ class _Layer:
 
 
 @dataclass
-class _Product:
+class _LogitProduct:
     """A product that is a part of logits. inputs: [n, R], in the dtype of the products. gradient:
     theirs, [n, R]; None: they get none."""
 
     inputs: Tensor
-    layer: _Layer
+    layer: _Parameter
     gradient: Tensor | None
 
 
@@ -107,7 +107,7 @@ class LossSum:
     def __init__(self, weighted_loss: WeightedLoss, *, chunk: int = 256) -> None:
         self.weighted_loss, self.chunk = weighted_loss, chunk
         self._total: Tensor | None = None
-        self._layers: dict[int, _Layer] = {}  # by the parameter's id
+        self._layers: dict[int, _Parameter] = {}  # by the parameter's id
         self._memory: Tensor | None = None  # for logits: a system clears new memory first
 
     @property
@@ -135,19 +135,19 @@ class LossSum:
             gradients.append(gradient)
             return gradient
 
-        def layer(x: Tensor) -> _Layer:
+        def layer(x: Tensor) -> _Parameter:
             if id(x) not in self._layers:
                 # Cast once: under autocast each product would cast the whole layer.
-                self._layers[id(x)] = _Layer(x, _for_products(x), differentiable(x))
+                self._layers[id(x)] = _Parameter(x, _for_products(x), differentiable(x))
             return self._layers[id(x)]
 
         # Those of the output layer, and of what is added to its logits; and its bias.
-        products: list[list[_Product]] = []
-        biases: list[_Layer | None] = []
+        products: list[list[_LogitProduct]] = []
+        biases: list[_Parameter | None] = []
         for loss in losses:
             pairs = [(loss.hidden, loss.weight), *([loss.added] if loss.added else [])]
             products.append(
-                [_Product(_for_products(x), layer(y), differentiable(x)) for x, y in pairs]
+                [_LogitProduct(_for_products(x), layer(y), differentiable(x)) for x, y in pairs]
             )
             biases.append(None if loss.bias is None else layer(loss.bias))
         device = losses[0].hidden.device
@@ -182,8 +182,8 @@ class LossSum:
     def _add_chunk(
         self,
         loss: TokenLoss,
-        products: Sequence[_Product],
-        bias: _Layer | None,
+        products: Sequence[_LogitProduct],
+        bias: _Parameter | None,
         part: slice,
         signal: Signal | None,
         signal_rows: Tensor | None,
@@ -226,7 +226,7 @@ class LossSum:
         return result
 
     def _chunk_logits(
-        self, products: Sequence[_Product], bias: _Layer | None, part: slice
+        self, products: Sequence[_LogitProduct], bias: _Parameter | None, part: slice
     ) -> Tensor:
         """Logits. The next ones overwrite them, unless oneDNN makes them."""
         first, *others = products

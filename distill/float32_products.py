@@ -73,11 +73,11 @@ class _Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not runs(x, self.weight):
             return super().forward(x)
-        outputs: Tensor = _Product.apply(x, self.weight, self.bias)
+        outputs: Tensor = _LinearFunction.apply(x, self.weight, self.bias)
         return outputs
 
 
-class _Product(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.kinds.layer_kinds import layer_windows, recurrent_layers
 from distill.row_numbers import row_numbers
-from distill.settings import ParallelConfig, kept_share
+from distill.student_settings import ParallelConfig, kept_share
 
 
 @dataclass

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import ReducedVocabulary
 from distill.merging import merged
-from distill.settings import DrafterLora, LoraConfig
+from distill.student_settings import DrafterLora, LoraConfig
 
 
 def linear_sizes(model: nn.Module, left_out: Sequence[str] = ()) -> dict[str, tuple[int, int]]:

@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 # none of them.
 _MODULES = {
     "Audit": "draftsmith.auditing.findings",
-    "AuditOptions": "draftsmith.auditing.options",
+    "AuditOptions": "draftsmith.auditing.audit_options",
     "Decoded": "decode.loop.decoded",
     "Decoder": "decode.loop.decoding",
     "Evaluation": "train.measure.figures",
@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from decode.settings import EvaluationProtocol as EvaluationProtocol
     from decode.text import SpeculativeGenerator as SpeculativeGenerator
     from decode.text import TextPieces as TextPieces
+    from draftsmith.auditing.audit_options import AuditOptions as AuditOptions
     from draftsmith.auditing.entry import audit as audit
     from draftsmith.auditing.findings import Audit as Audit
-    from draftsmith.auditing.options import AuditOptions as AuditOptions
     from train.loop.checkpoint import Stopped as Stopped
     from train.measure.evaluation import evaluate as evaluate
     from train.measure.figures import Evaluation as Evaluation

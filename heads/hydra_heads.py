@@ -40,7 +40,7 @@ from heads.layers.unrolled_attention import causal_attention
 from heads.options import HydraOptions, HydraPlusOptions
 
 
-class _Block(nn.Module):
+class _SkipLayer(nn.Module):
     """A layer of the MLP from `input_size` to `size` numbers, with the skip connection `skip`.
 
     If both sizes are equal, `skip` is the identity.
@@ -84,8 +84,8 @@ class HydraHeads(TokenHeads):
         size = self.hidden_size
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                _Block((head + 2) * size, size),
-                *(_Block(size, size) for _ in range(options.layers - 1)),
+                _SkipLayer((head + 2) * size, size),
+                *(_SkipLayer(size, size) for _ in range(options.layers - 1)),
             )
             for head in range(options.heads)
         )
@@ -94,7 +94,7 @@ class HydraHeads(TokenHeads):
     def init_weights(self, model: PreTrainedModel) -> None:
         super().init_weights(model)
         for block in self.blocks.modules():
-            if isinstance(block, _Block):
+            if isinstance(block, _SkipLayer):
                 block.init_weights()
 
     def input_states(self, features: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def layout_of(config: Any, name: str) -> Layout:
+def mtp_layout_of(config: Any, name: str) -> Layout:
     """The layout of a target's family. Raises UserError for other families."""
     kind = config.get_text_config(decoder=True).model_type
     if kind not in LAYOUTS:
@@ -137,7 +137,7 @@ def named_as_stored(
 ) -> dict[str, Tensor]:
     """Weights of heads by the names, and in the parts, that the checkpoint has. A fused tensor of
     all experts becomes one tensor for each matrix."""
-    layout, count = layout_of(model.config, ""), own_layers(model)
+    layout, count = mtp_layout_of(model.config, ""), own_layers(model)
     renamed = {_stored_name(layout, name, count): x for name, x in weights.items()}
     holder: Any = nn.Module()
     holder.config = heads.config
@@ -169,7 +169,7 @@ def own_layers(model: Any) -> int:
 def stored_layers(target: Target) -> int:
     """The number of layers of the module, as the target's config says. Raises UserError for a
     family that is not known, and for a config that says there is none."""
-    layout = layout_of(target.model.config, target.name)
+    layout = mtp_layout_of(target.model.config, target.name)
     config = target.model.config.get_text_config(decoder=True)
     count = 1 if layout.count is None else getattr(config, layout.count, None)
     if not count:
@@ -248,7 +248,7 @@ def read_module(
             setattr(text, f"mtp_{name}", getattr(made, name))
     config.name_or_path = str(directory)
     model.config = config
-    layout = layout_of(config, target.name)
+    layout = mtp_layout_of(config, target.name)
     model._keys_to_ignore_on_load_unexpected = [layout.pattern(own_layers(model))]
     with explained(f"the module of {target.name} cannot be read"), no_progress_bars():
         read = MtpModel.from_pretrained(model)
@@ -259,7 +259,7 @@ def read_module(
 def check_module(target: Target, heads: MtpHeads, directory: Path) -> dict[str, Stored]:
     """The tensors of the module in a checkpoint, without copies of the target's own. Raises
     UserError unless they are those of the heads."""
-    layout, layers = layout_of(target.model.config, target.name), own_layers(target.model)
+    layout, layers = mtp_layout_of(target.model.config, target.name), own_layers(target.model)
     found = stored_module(directory, layout, layers)
     if not found:
         raise UserError(

@@ -125,18 +125,18 @@ class DraftLoss:
         assert isinstance(drafter, AttendingDrafter)
         return drafter.text_states
 
-    def window(self, target: Target, max_length: int | None) -> int:
+    def longest_text(self, target: Target, max_length: int | None) -> int:
         """The max number of tokens of a text. Raises UserError if it is too short for the deepest
         head."""
-        window = min(target.max_positions, max_length or target.max_positions)
-        # Each token has at least half of the window before it, see `Record.windows`.
+        longest = min(target.max_positions, max_length or target.max_positions)
+        # Each token has at least half of the window before it, see `Record.pieces`.
         depth = self.heads.depth
-        if window < 2 * (depth + 1):
+        if longest < 2 * (depth + 1):
             raise UserError(
                 f"{depth} heads learn from texts of at least {2 * (depth + 1)} tokens, "
-                f"but max_length is {window}; make it larger"
+                f"but max_length is {longest}; make it larger"
             )
-        return window
+        return longest
 
 
 class HeadStudent(OnlineStudent):
@@ -173,7 +173,7 @@ class HeadStudent(OnlineStudent):
         self.drafts = DraftLoss(heads, target.vocab_size, chunk)
         self.heads, self.captured_layers = heads.depth, self.drafts.captured_layers
         self.whole_text, self.features = self.drafts.whole_text, self.drafts.features
-        self.window = self.drafts.window(target, max_length)
+        self.longest_text = self.drafts.longest_text(target, max_length)
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
         return self.drafts(records, self.weighted_loss)

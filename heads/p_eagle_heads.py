@@ -30,7 +30,7 @@ from decode.model.forward.attention_mask import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.masked_copies import copies_of_anchors, copies_of_depths
-from distill.settings import kept_share
+from distill.student_settings import kept_share
 from heads.attending_heads import AttendingHeads
 from heads.eagle3_heads import Eagle3Layer
 from heads.heads_drafter import AttendingDrafter
@@ -41,7 +41,7 @@ from heads.layers.target_layers import captured_outputs, copy_norm
 from heads.options import PEagleOptions
 
 
-class _Layer(DraftLayer):
+class _NormedLayer(DraftLayer):
     """Attention reads the normed state."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -100,7 +100,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
             self.embeddings = nn.Embedding(*model.get_input_embeddings().weight.shape)
         else:
             self.mask_embedding = nn.Parameter(torch.empty(size))
-        further = (_Layer(self.config) for _ in range(options.layers - 1))
+        further = (_NormedLayer(self.config) for _ in range(options.layers - 1))
         self.layers = nn.ModuleList([Eagle3Layer(self.config), *further])
         self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
 

@@ -61,7 +61,7 @@ class ParallelHeadsDrafter(HeadsDrafter):
         return ParallelGrowth(contexts, sampling, self.vocab_size, heads.vocabulary, logits)
 
 
-class _Block(nn.Module):
+class _ResidualLayer(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(size, size)
@@ -85,7 +85,7 @@ class MedusaHeads(ParallelHeads):
     ) -> None:
         super().__init__(options, options.heads, model, vocabulary)
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(_Block(self.hidden_size) for _ in range(options.layers)))
+            nn.Sequential(*(_ResidualLayer(self.hidden_size) for _ in range(options.layers)))
             for _ in range(options.heads)
         )
 

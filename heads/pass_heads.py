@@ -31,7 +31,7 @@ from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
 from distill.masked_copies import MaskedCopies, copies_of_depths, require_full_attention, taken_mask
-from distill.settings import kept_share
+from distill.student_settings import kept_share
 from heads.heads_directory import load_heads
 from heads.heads_drafter import require_depth
 from heads.heads_module import HEADS, HeadBatch, Heads, Prediction, shift_left

@@ -14,9 +14,9 @@ from decode.loop.parts import Part
 from decode.model.loading import Target
 from draftsmith.edge.client import EdgeClient
 from draftsmith.edge.link import Link
-from draftsmith.edge.server import VerifyServer
 from draftsmith.edge.sessions import SessionBounds
 from draftsmith.edge.verifier import Verifier
+from draftsmith.edge.verify_server import VerifyServer
 from draftsmith.net.access import Guard
 from draftsmith.net.limits import ServerLimits
 from draftsmith.net.listen import bind

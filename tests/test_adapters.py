@@ -22,7 +22,7 @@ from decode.model.loading import Target
 from decode.opening.adapters import WEIGHTS
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.adapter_directory import save_adapter
-from distill.settings import DrafterLora, LoraConfig
+from distill.student_settings import DrafterLora, LoraConfig
 from distill.trainable_model import Trainable, linear_sizes
 from draftsmith.cli.main import app
 from draftsmith.export.export_directory import check_export, export_drafter

@@ -21,7 +21,7 @@ from websockets.sync.client import connect
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
-from draftsmith.edge import server as edge_server
+from draftsmith.edge import verify_server as edge_server
 from draftsmith.edge.protocol import VERSION, encode
 from draftsmith.edge.sessions import EdgeText
 from draftsmith.learn.record import proxy

@@ -23,7 +23,7 @@ from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
+from draftsmith.export.compare_acceptance import Counting, OwnLoop, count_drafts
 from tests.audit_controls import PROMPTS
 from tests.mutants import StaleCache
 from tests.service import serving

@@ -16,8 +16,8 @@ from decode.opening.directory import open_drafter
 from decode.rules import Rule
 from decode.rules.speculative import SpeculativeSampling
 from draftsmith.auditing import exact
+from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.texts import EngineText
 from draftsmith.auditing.tiny import NOISE, tiny_model, write_tiny
 from draftsmith.export.export_directory import check_export

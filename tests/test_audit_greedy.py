@@ -19,13 +19,13 @@ from draftsmith import Audit, AuditOptions
 from draftsmith.auditing import report, tails
 from draftsmith.auditing.asking import _Ids, _LlamaIds, ask_texts
 from draftsmith.auditing.contract import Said
-from draftsmith.auditing.drafts import acceptance_finding
+from draftsmith.auditing.engine_acceptance import acceptance_finding
 from draftsmith.auditing.entry import server_root
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.questions import Questions
 from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, rounding_scale
-from draftsmith.export.acceptance import Acceptance, OwnLoop
+from draftsmith.export.compare_acceptance import Acceptance, OwnLoop
 from tests.answer_server import AnswerEngine
 from tests.audit_controls import CONTROLS, PROMPTS
 from tests.test_audit_law import START, TABLE, VOCAB, bigrams
@@ -304,7 +304,8 @@ def test_few_draft_tokens_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
 
     def found(times: int, accepted: int = 6, drafted: int = 24) -> Finding:
         monkeypatch.setattr(
-            "draftsmith.auditing.drafts.count_drafts", lambda *_: (24 * times, 12 * times)
+            "draftsmith.auditing.engine_acceptance.count_drafts",
+            lambda *_: (24 * times, 12 * times),
         )
         counts = DraftCounts(drafted * times, accepted * times)
         return acceptance_finding(

@@ -10,13 +10,13 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from tests.tiny import tiny_model, tiny_target
-from train.measure.calibrate_threshold import Trial, calibrate_threshold, choose
+from train.measure.calibrate_threshold import ThresholdTrial, calibrate_threshold, choose
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 
 
-def trial(threshold: float, acceptance: float, ms: float) -> Trial:
-    return Trial(threshold, acceptance, acceptance, 1 + acceptance, ms)
+def trial(threshold: float, acceptance: float, ms: float) -> ThresholdTrial:
+    return ThresholdTrial(threshold, acceptance, acceptance, 1 + acceptance, ms)
 
 
 def test_of_those_within_the_bounds_the_quickest() -> None:

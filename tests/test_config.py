@@ -321,7 +321,7 @@ def test_all_mistakes_are_told_before_what_takes_long_is_imported(
         "    app(['train', 'run.yaml'])\n"
         "except SystemExit as stop:\n"
         "    assert stop.code == 2\n"
-        "import train.run.config, heads.options, distill.settings\n"
+        "import train.run.config, heads.options, distill.student_settings\n"
         "heavy = {'torch', 'transformers', 'accelerate', 'datasets', 'pyarrow'}\n"
         "print(*sorted(heavy & set(sys.modules)))\n"
     )

@@ -14,7 +14,7 @@ from decode.opening.directory import open_drafter
 from distill.agreement import Agreement, agreement_sums
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.settings import LoraConfig
+from distill.student_settings import LoraConfig
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.trainable_model import Trainable
 from distill.untrained_student import student_from_layers

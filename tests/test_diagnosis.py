@@ -22,7 +22,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
-from draftsmith.auditing import drafts
+from draftsmith.auditing import engine_acceptance
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
@@ -184,7 +184,7 @@ def test_counters_are_read_by_place(
     found = parse_counters(text)
     assert found is not None
     assert (found.engine, found.by_place, found.gamma) == (name, by_place, gamma)
-    assert found.engine in drafts.COUNTING
+    assert found.engine in engine_acceptance.COUNTING
 
 
 def test_counters_that_move_are_good_enough_for_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_counters_that_move_are_good_enough_for_an_audit(monkeypatch: pytest.Mon
     monkeypatch.setattr(counters, "SLOW_SECONDS", 0.01)
     last, still = counters.settled_counters("http://engine")
     assert not still
-    audited = drafts.read("http://engine", None)
+    audited = engine_acceptance.counters_if_shown("http://engine", None)
     assert audited is not None
     assert (audited.counts - last.counts).drafted > 0
 
@@ -332,7 +332,7 @@ def test_a_server_that_chooses_the_length_of_its_drafts_is_said_by_name() -> Non
 
 def test_a_server_that_is_gone_is_said_by_name() -> None:
     with pytest.raises(NoAnswer, match="does not answer"):
-        engine.read("http://127.0.0.1:1")
+        engine.still_counters("http://127.0.0.1:1")
 
 
 def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path) -> None:

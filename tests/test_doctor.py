@@ -150,7 +150,7 @@ def test_a_target_that_is_wrong_for_several_tokens_is_found(
         return checks.check_lossless(random_llama(WrongForSeveral, **SHAPE), random_llama(**SHAPE))
 
     # The trial before a decode would refuse it.
-    monkeypatch.setattr(trials, "reason_against", lambda *_: None)
+    monkeypatch.setattr(trials, "trial_fault", lambda *_: None)
     check = check_wrong(CPU)
     assert set(check.failures) == {
         f"{what} text, {how}" for what in ("greedy", "sampled") for how in ("chain", "tree")

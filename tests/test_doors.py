@@ -21,7 +21,7 @@ from torch import nn
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.model.loading import load_target
-from distill.settings import LoraConfig
+from distill.student_settings import LoraConfig
 from distill.trainable_model import Trainable
 from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_world_size import FSDP

@@ -28,7 +28,7 @@ from draftsmith.edge.protocol import (
     encode,
     hash_ids,
 )
-from draftsmith.edge.server import LinkedEdge
+from draftsmith.edge.verify_server import LinkedEdge
 from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
 from tests.relay import Relay
 from tests.tiny import near_drafter, save_tiny, write_rows

@@ -23,7 +23,7 @@ from train.base.tracking.trackers import PACKAGES, chosen_trackers
 from train.loop.accelerator import precision_in_words
 from train.measure.time_passes import trains_in_bfloat16
 from train.run.config_checks import load_config, validate_config
-from train.run.entry import begun
+from train.run.entry import begun_run
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
     target = {"model": str(base / "target"), "dtype": "fastest", "device": "cpu"}
     values = {"name": "fast", "precision": "fastest", "target": target, "stages": [STAGE]}
     config = validate_config(values | {"data": {"train": "rows.jsonl"}}, base_dir=base)
-    with begun(config, quiet=True) as run:
+    with begun_run(config, quiet=True) as run:
         assert run.accelerator.mixed_precision == ("bf16" if faster else "no")
     trains_in_bfloat16.cache_clear()
     assert resolve_dtype("fastest", torch.device("cuda")) == torch.bfloat16

@@ -13,7 +13,7 @@ from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
 from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
-from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
+from draftsmith.export.compare_acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats.gguf_layout import read_weights, rows_in_halves, rows_in_pairs
 from draftsmith.export.import_directory import import_drafter

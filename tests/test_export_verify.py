@@ -17,7 +17,7 @@ from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.verify_export import ExportVerification, engine_for, verify_export
 from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
-from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
+from draftsmith.export.compare_acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.engines import ENGINES, EngineTask
 from draftsmith.export.engines.vllm import VLLM
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export

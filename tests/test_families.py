@@ -158,7 +158,7 @@ class _KeepsTokens(LlamaForCausalLM):
     def forward(self, input_ids: Any, **inputs: Any) -> Any:
         output, cache = super().forward(input_ids, **inputs), given_cache(inputs)
         states = self.get_input_embeddings()(input_ids).cumsum(1)
-        if cache is not None and cache.layers[0].window.begin != 0:
+        if cache is not None and cache.layers[0].fed.begin != 0:
             states = states + self.fed
         if cache is not None:
             self.fed = states[:, -1:]

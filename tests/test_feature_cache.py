@@ -45,7 +45,7 @@ from tests.training import (
 from train.data.batches import collate
 from train.data.chat_tokens import Sample
 from train.loop.live_window import LiveWindow
-from train.loop.open_caches import check_directory, open_features
+from train.loop.open_caches import check_cache_directory, open_features
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -251,7 +251,7 @@ def test_each_part_is_hashed_once_and_again_after_a_change(
     assert said.exit_code == 2
     assert "part-1" in said.stderr
     with pytest.raises(CorruptArtifact, match=r"part-1.*cache.safetensors"):
-        check_directory(directory, "feature cache", again=True)
+        check_cache_directory(directory, "feature cache", again=True)
 
 
 def test_batches_are_read_before_their_use_and_only_so_many() -> None:

@@ -26,7 +26,7 @@ from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.quantised_rows import NAMES, unpacked
 from decode.model.forward.weight_bytes import MOST, use_bytes
 from decode.model.hidden_states import FINAL
-from decode.model.identity import require_same_weights, sample_weights, weights_sha256
+from decode.model.identity import require_same_weights, sample_weights, sampled_weights_sha256
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.export import needs_few_rows
 from tests.tiny import VOCAB, tiny_model
@@ -428,10 +428,10 @@ def test_a_model_can_keep_only_the_packed_weights(
     forward, logits, found = prepare(model), model(ids).logits, passes(CachedLM(model), tree=True)
     names = ("proj.weight", "qkv_proj.weight")
     layers = {k: v.clone() for k, v in model.named_parameters() if k.endswith(names)}
-    who = weights_sha256(model), sample_weights(model)
+    who = sampled_weights_sha256(model), sample_weights(model)
     freed = keep_packed_alone(model)
     require_same_weights(who[1], "float32", model, "the target")
-    assert weights_sha256(model) == who[0]
+    assert sampled_weights_sha256(model) == who[0]
     who[1][40] *= 1.02 if dtype == torch.bfloat16 else 1.001
     with pytest.raises(UserError, match="has other weights than the target"):
         require_same_weights(who[1], "float32", model, "the target")

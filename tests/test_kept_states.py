@@ -22,7 +22,7 @@ from tests.state_server import Tensors, states_file
 from tests.training import Killed, before_call
 from tests.upstream import served
 from train.base.stage import StageInputs, StageResult
-from train.data.answer_files import Answers, read_answers
+from train.data.answer_files import AnswerFiles, read_answers
 from train.engines import launch
 from train.engines.answers import server_answers
 from train.engines.programs import VLLMBuild
@@ -138,7 +138,7 @@ def test_a_kill_loses_no_state(ending: StageInputs, monkeypatch: pytest.MonkeyPa
         context = replace(ending, directory=ending.directory / name)
         if name == "killed":
             with monkeypatch.context() as patch:
-                before_call(patch, Answers, "add", 2)
+                before_call(patch, AnswerFiles, "add", 2)
                 with pytest.raises(Killed):
                     answer(context, cache)
         answer(context, cache)

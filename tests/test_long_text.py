@@ -30,7 +30,7 @@ from tests.test_data import example, sample_of, write
 from tests.tiny import VOCAB, tiny_target
 from tests.training import Killed, before_call
 from train.base.stage import StageInputs
-from train.data.answer_files import Answers, read_answers
+from train.data.answer_files import AnswerFiles, read_answers
 from train.data.batches import Batches, RankText, bucket_batches, permutation
 from train.data.chat_tokens import Sample
 from train.data.read import Example, Examples, read_examples
@@ -251,7 +251,7 @@ def test_a_kill_loses_the_answers_that_were_not_saved(
     first = answers_of(context)
     assert decoded == [5] * 4
     for owner, name, call, lines, again in (
-        (Answers, "add", 3, 11, [5, 5]),
+        (AnswerFiles, "add", 3, 11, [5, 5]),
         (train.data.answer_files, "write_directory", 1, 21, []),
         (Path, "unlink", 1, 21, []),
     ):

@@ -356,7 +356,7 @@ def test_a_full_disk_is_one_clear_error_and_nothing_is_lost(
 
 def test_contexts_longer_than_the_window_keep_the_last_tokens() -> None:
     record = record_of(0, length=100)  # places 50 … 99
-    pieces = record.windows(20)
+    pieces = record.pieces(20)
     assert all(len(piece.tokens) <= 20 for piece in pieces)
     places, seen = [], []
     for piece in pieces:
@@ -371,11 +371,11 @@ def test_contexts_longer_than_the_window_keep_the_last_tokens() -> None:
             assert piece.tokens[place] == record.tokens[whole]
     assert places == list(range(50, 100))  # each once
     assert min(seen) >= 10  # half a window before each
-    assert record.windows(100)[0] is record
+    assert record.pieces(100)[0] is record
     early = Record(
         0, record.tokens, np.arange(1, 51, dtype=np.int32), *list(vars(record).values())[3:]
     )
-    assert early.windows(20)[0].positions[0] == 1  # there is nothing before it to keep
+    assert early.pieces(20)[0].positions[0] == 1  # there is nothing before it to keep
 
 
 # --- the loss -------------------------------------------------------------------------------------

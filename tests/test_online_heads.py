@@ -254,7 +254,7 @@ def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> 
             kept = from_numpy(drafted.features)
             torch.testing.assert_close(kept, plain, atol=1e-4, rtol=1e-4)
         if online.student.whole_text:
-            for piece in [record, *record.windows(8)]:
+            for piece in [record, *record.pieces(8)]:
                 own, last = piece.head_drafts, piece.positions[-1]
                 assert own is not None
                 assert own.read_positions is None
@@ -313,7 +313,7 @@ def test_windows_keep_what_each_head_read() -> None:
     (record,), _ = collector.take()
     student = student_of("medusa", {"forward_kl": 1.0}, target(FEW))
     whole = float(student.loss([record])[0].detach())
-    pieces = record.windows(12)
+    pieces = record.pieces(12)
     assert len(pieces) > 5
     assert sum(len(piece.positions) for piece in pieces) == len(record.positions)
     for piece in pieces:

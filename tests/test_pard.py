@@ -19,7 +19,7 @@ from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.masked_copies import MaskedCopies
 from distill.row_numbers import row_numbers
-from distill.settings import ParallelConfig
+from distill.student_settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher

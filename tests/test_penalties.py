@@ -10,7 +10,7 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.draw.mixed_sampling import combined
-from decode.draw.penalties import Answers
+from decode.draw.penalties import AnswerSpans
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
@@ -60,7 +60,7 @@ def by_hand(logits: Tensor, text: list[int], begin: int, sampling: Sampling) -> 
 def test_each_place_is_penalised_by_its_own_text(name: str, nodes: int, branching: bool) -> None:
     draft, contexts, texts = random_tree(5, nodes, 12, branching)
     begins = np.minimum(contexts.lengths, [0, 2, 3, 9, 1])
-    contexts.answers = Answers(begins, EOS)
+    contexts.answers = AnswerSpans(begins, EOS)
     some: dict[str, Any] = {name: ALL[name]} if name in ALL else ALL
     each = [Sampling(**some)] * 5
     if name == "mixed":
@@ -84,7 +84,7 @@ def test_a_drafter_is_penalised_as_the_target(branching: bool, vocabulary: Tenso
     """Grown layer by layer, over the whole vocabulary and a reduced one."""
     ids = torch.arange(20) if vocabulary is None else vocabulary
     draft, contexts, _ = random_tree(5, 6, len(ids), branching)
-    contexts.answers = Answers(np.minimum(contexts.lengths, 2), EOS)
+    contexts.answers = AnswerSpans(np.minimum(contexts.lengths, 2), EOS)
     everywhere = torch.randn(20, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(**ALL)  # type: ignore[arg-type]
     growth = FixedGrowth(everywhere[ids], contexts, sampling, torch.device("cpu"), 20, vocabulary)

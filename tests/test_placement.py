@@ -28,7 +28,7 @@ from decode.loop.decoding import Decoder
 from decode.model.cache.slots import Slots
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import can_pack, prepare
-from decode.model.identity import require_same_weights, sample_weights, weights_sha256
+from decode.model.identity import require_same_weights, sample_weights, sampled_weights_sha256
 from decode.model.loading import load_target, resolve_device
 from decode.model.pretrained import input_device, require_finite
 from decode.model.without_weights import load_shapes
@@ -120,7 +120,7 @@ def test_what_reads_offloaded_weights_is_refused(how: str, tmp_path: Path) -> No
     ):
         open_drafter(str(tmp_path / "heads"), placed)
     with pytest.raises(UserError, match="a cache of them, must read the target's weights"):
-        weights_sha256(placed.model)
+        sampled_weights_sha256(placed.model)
     with pytest.raises(UserError, match="training on the target's distribution must read"):
         split_model(placed.model)
     with pytest.raises(UserError, match=r"cannot be copied: .*quantised nor offloaded"):
@@ -312,7 +312,11 @@ def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> No
     require_plain_text(model, expected, {"small": SmallLMDrafter(model), "tree": tree})
     with pytest.raises(UserError, match=r"cannot be copied: .*quantised nor offloaded"):
         student_from_layers(model, [0])
-    assert weights_sha256(model) == weights_sha256(model) != weights_sha256(whole)
+    assert (
+        sampled_weights_sha256(model)
+        == sampled_weights_sha256(model)
+        != sampled_weights_sha256(whole)
+    )
     with pytest.raises(UserError, match=r"other weights|another model"):
         require_same_weights(sample_weights(model), "float32", whole, "it")
 

@@ -47,7 +47,7 @@ def test_doctor_readme_and_page_say_the_same_of_a_system(
 ) -> None:
     for name, value in (("system", system), ("machine", machine), ("release", release)):
         monkeypatch.setattr(platform, name, lambda value=value: value)
-    name, _, state = platforms.support().partition(", ")
+    name, _, state = platforms.platform_support().partition(", ")
     assert name == named
     for page in ("README.md", "docs/platforms.md"):
         text = (ROOT / page).read_text("utf-8")

@@ -17,7 +17,7 @@ from train.data import self_prompts
 from train.data.chat_tokens import prompt_tokens, user_prefix
 from train.data.corpus import SELF_PROMPTS
 from train.data.read import Example
-from train.data.self_prompts import SelfPrompts, read_prompts, save_prompts, write_prompts
+from train.data.self_prompts import SelfPrompts, read_self_prompts, save_self_prompts, write_prompts
 
 DRAWN = Sampling(temperature=1.0)
 
@@ -73,8 +73,10 @@ def test_a_target_that_writes_nothing_usable_is_told() -> None:
 
 
 def test_they_come_back_as_examples(tmp_path: Path) -> None:
-    save_prompts(tmp_path / "prompts", "answers", SelfPrompts(["What is a drafter?", "Why so?"]))
-    examples = read_prompts(tmp_path / "prompts")
+    save_self_prompts(
+        tmp_path / "prompts", "answers", SelfPrompts(["What is a drafter?", "Why so?"])
+    )
+    examples = read_self_prompts(tmp_path / "prompts")
     assert [e.id for e in examples] == ["answers-0", "answers-1"]
     assert "What is a drafter?" in target().tokenizer.decode(
         prompt_tokens(examples[0], target().tokenizer)
@@ -107,7 +109,7 @@ def test_no_turn_of_a_held_out_conversation_is_quoted(tmp_path: Path) -> None:
         context = stage_context(tmp_path / name, target(12))
         context.corpus.examples["dev"] = list(held_out)
         run_stage(context, make_stage("generate", "own", **settings))
-        return [e.prompt for e in read_prompts(context.directory / "own" / SELF_PROMPTS)]
+        return [e.prompt for e in read_self_prompts(context.directory / "own" / SELF_PROMPTS)]
 
     first, second, *_ = prompts("free")
     turns = [("user", first), ("assistant", "Yes."), ("user", second)]

@@ -22,7 +22,7 @@ from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from distill.adapter_directory import save_adapter
-from distill.settings import DrafterLora
+from distill.student_settings import DrafterLora
 from distill.trainable_model import Trainable
 from draftsmith.serve import live_settings
 from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience

@@ -28,7 +28,7 @@ from tests.tiny import EOS_ID, tiny_target
 from tests.training import Killed
 from tests.upstream import served
 from train.base.stage import StageInputs
-from train.data.answer_files import Answers, draw_number
+from train.data.answer_files import AnswerFiles, draw_number
 from train.engines import ask_servers
 from train.engines.answers.protocols import (
     PROTOCOLS,
@@ -182,7 +182,7 @@ def test_a_prompt_that_no_server_answers_costs_that_prompt_only(
 
 def test_a_full_disk_cuts_no_answer_in_two(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    wanted = Answers(tmp_path, [example(name) for name in "abc"], 1, "abc", {})
+    wanted = AnswerFiles(tmp_path, [example(name) for name in "abc"], 1, "abc", {})
     wanted.add({0: {"tokens": [1] * 50}})
     [file] = tmp_path.iterdir()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -199,9 +199,9 @@ def test_a_full_disk_cuts_no_answer_in_two(tmp_path: Path) -> None:
 def test_a_kill_loses_no_answer(
     context: StageInputs, ours: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, kept = Answers.add, list[str]()
+    original, kept = AnswerFiles.add, list[str]()
 
-    def add(wanted: Answers, answers: Any) -> None:
+    def add(wanted: AnswerFiles, answers: Any) -> None:
         if len(kept) == 6:
             with open(wanted.directory / "answers-0.jsonl", "a", encoding="utf-8") as file:
                 file.write('{"key": "9", "tok')  # cut short
@@ -210,7 +210,7 @@ def test_a_kill_loses_no_answer(
         original(wanted, answers)
 
     with served(AnswerEngine().app()) as url, monkeypatch.context() as patch:
-        patch.setattr(Answers, "add", add)
+        patch.setattr(AnswerFiles, "add", add)
         with pytest.raises(Killed):
             answer_with(context, url, probe_prompts=0)
     engine = AnswerEngine()

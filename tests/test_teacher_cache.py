@@ -23,7 +23,7 @@ from distill.teacher.top_k_cache import (
     bytes_per_token,
     describe_teacher,
     top_k,
-    write_part,
+    write_top_k_part,
     write_vocabulary,
 )
 from tests.stages import (
@@ -86,8 +86,8 @@ def test_what_was_written_comes_back_within_half_precision(tmp_path, target):
     names = [(name, text_sha256(tokens, mask)) for name, tokens, mask in texts[:2]]
     names.append(("s2", hashlib.sha256(b"[[2, 2], [0, 1]]").hexdigest()[:32]))
     about = describe_teacher(target, k=6, temperature=1.0, vocabulary=None)
-    write_part(tmp_path, 0, names[:2], signals[:2], 300, about)
-    write_part(tmp_path, 10, names[2:], signals[2:], 300, about)
+    write_top_k_part(tmp_path, 0, names[:2], signals[:2], 300, about)
+    write_top_k_part(tmp_path, 10, names[2:], signals[2:], 300, about)
     cache = CachedTeacher(tmp_path, target)
     assert (cache.k, cache.temperature, cache.vocabulary) == (6, 1.0, None)
     cache.require(texts)

@@ -16,7 +16,7 @@ from decode.base.errors import UserError
 from draftsmith.cli.main import app
 from draftsmith.net.listen import bind
 from draftsmith.watch.run_state import LOG_LINES, POINTS, RunState
-from draftsmith.watch.server import HOST, WatchServer
+from draftsmith.watch.watch_server import HOST, WatchServer
 from tests.browser import HOSTILE, Visit
 from train.base.console import Reporter
 from train.base.tracking.curve_file import CURVES_FILE

@@ -142,7 +142,7 @@ def test_a_long_text_costs_what_its_window_does(kind: str) -> None:
 
     def counted(*args: Any, **options: Any) -> Any:
         attends = attentions(*args, **options)
-        slots.append(drafter.slots.layers[0].window.count)
+        slots.append(drafter.slots.layers[0].fed.count)
         return attends
 
     def taken(*args: Any) -> Any:

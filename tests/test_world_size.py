@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from decode.base.errors import UserError
 from distill.losses import WeightedLoss
 from distill.row_numbers import row_numbers
-from distill.settings import ParallelConfig
+from distill.student_settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads

@@ -33,7 +33,7 @@ from websockets.sync.client import connect
 from benchmarks.common import describe_machine
 from decode.model.loading import Target
 from draftsmith.cli.command import write_json
-from draftsmith.edge import server as edge_server
+from draftsmith.edge import verify_server as edge_server
 from draftsmith.edge.protocol import VERSION, encode
 from draftsmith.learn.record import proxy
 from draftsmith.net.access import Guard, Paths
@@ -41,9 +41,9 @@ from draftsmith.net.limits import ServerLimits
 from draftsmith.net.listen import bind
 from draftsmith.net.page import FILES
 from draftsmith.serve import api
-from draftsmith.watch import server as watch_server
+from draftsmith.watch import watch_server
 from draftsmith.watch.run_state import RunState
-from draftsmith.watch.server import WatchServer
+from draftsmith.watch.watch_server import WatchServer
 from tests import edge, service, upstream
 from tests.service import until
 from tests.tiny import tiny_target

@@ -26,10 +26,10 @@ from decode.base.errors import UserError
 from decode.drafters.pard import mark_parallel
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter, save_drafter
+from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.entry import audit
 from draftsmith.auditing.exact import TINY_VOCABULARY, random_prompts
 from draftsmith.auditing.findings import Audit, Judgement
-from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.report import written_p
 from draftsmith.auditing.tiny import NOISE, tiny_model, tiny_tokenizer, write_gguf_file, write_tiny
 from draftsmith.export import ExportOptions

@@ -10,9 +10,9 @@ from unittest import mock
 
 from decode.rules import RULES
 from decode.settings import DecodeSettings
+from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.entry import audit
 from draftsmith.auditing.findings import Audit
-from draftsmith.auditing.options import AuditOptions
 from tests.controls import CONTROLS, Control, Setup
 from tests.lossless import Case
 from tests.other_tokenizers import words

@@ -35,7 +35,7 @@ from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
 from draftsmith.diagnosis.entry import Diagnosis, diagnose, open_plain
 from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
-from draftsmith.export.acceptance import Counting
+from draftsmith.export.compare_acceptance import Counting
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.options import HeadOptions

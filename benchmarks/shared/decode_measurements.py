@@ -32,7 +32,13 @@ from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
-from train.measure.machine import Limit, passes_beside, product_speed, read_speed, register_speed
+from train.measure.machine import (
+    MachineLimit,
+    passes_beside,
+    product_speed,
+    read_speed,
+    register_speed,
+)
 from train.measure.same_text import identical
 from train.measure.time_passes import finish
 
@@ -259,6 +265,6 @@ def pass_limits(model: PreTrainedModel) -> dict[str, Any]:
     beside that (`passes_beside`)."""
     kind = model.device, model.dtype
     multiplies = register_speed(*kind) or product_speed(*kind)
-    limit = Limit.of(model, read_speed(model.device), multiplies)
+    limit = MachineLimit.of(model, read_speed(model.device), multiplies)
     rows = passes_beside(limit, CachedLM(model), CONTEXT, WIDTHS, turns=TURNS)
     return {**asdict(limit), "context": CONTEXT, "passes": rows}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.draw.constraint import Guide, constrain
-from decode.draw.penalties import Answers, TextBefore, penalised
+from decode.draw.penalties import AnswerSpans, TextBefore, penalised
 from decode.draw.sampling import Sampling
 
 # Same as transformers' LogitsProcessor: (input_ids [b, l], scores [b, V]) → scores [b, V].
@@ -27,7 +27,7 @@ def change(
     sampling: Sampling,
     processors: Sequence[LogitsProcessor],
     guides: Sequence[Guide | None] | None,
-    answers: Answers | None,
+    answers: AnswerSpans | None,
     tokens: np.ndarray,
     lengths: np.ndarray,
     nodes: Tensor,
@@ -61,7 +61,7 @@ def change_drafts(
     logits: Tensor,
     sampling: Sampling,
     guides: Sequence[Guide | None] | None,
-    answers: Answers | None,
+    answers: AnswerSpans | None,
     vocabulary: Tensor | None,
     vocab_size: int,
     tokens: np.ndarray,

@@ -117,18 +117,18 @@ def _bias(pair: tuple[Any, Any]) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Where the texts of rows begin that are generated. begins: int [B], the lengths of their
+class AnswerSpans:
+    """Where the answers of rows begin, and what ends them. begins: int [B], the lengths of their
     prompts. eos: int64 [n], the ids that end a text."""
 
     begins: np.ndarray
     eos: np.ndarray
 
-    def of_rows(self, rows: Any) -> "Answers":
-        return Answers(self.begins[rows], self.eos)
+    def of_rows(self, rows: Any) -> "AnswerSpans":
+        return AnswerSpans(self.begins[rows], self.eos)
 
-    def joined(self, other: "Answers") -> "Answers":
-        return Answers(np.concatenate([self.begins, other.begins]), self.eos)
+    def joined(self, other: "AnswerSpans") -> "AnswerSpans":
+        return AnswerSpans(np.concatenate([self.begins, other.begins]), self.eos)
 
 
 class TextBefore:
@@ -145,7 +145,7 @@ class TextBefore:
         rows: Sequence[Penalties],
         tokens: np.ndarray,
         lengths: np.ndarray,
-        answers: Answers | None,
+        answers: AnswerSpans | None,
         nodes: Tensor,
         on_path: Tensor,
         vocabulary: Tensor | None,

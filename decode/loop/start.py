@@ -10,7 +10,7 @@ from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts
 from decode.draw.constraint import Guide, require_ends
-from decode.draw.penalties import Answers
+from decode.draw.penalties import AnswerSpans
 from decode.draw.random_numbers import CounterRNG
 from decode.loop.parts import Parts
 from decode.loop.rows import Rows, RowSettings, require_prompts
@@ -87,7 +87,7 @@ def new_rows(
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
     kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
     begins = lengths - np.array([one.answered for one in each])[kinds]
-    contexts.answers = Answers(begins, eos)
+    contexts.answers = AnswerSpans(begins, eos)
     if any(one.sampling.grammar is not None for one in each):
         contexts.guides = [
             _guide(each[kind], begin) for kind, begin in zip(kinds, begins.tolist(), strict=True)

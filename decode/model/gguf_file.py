@@ -184,7 +184,7 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
     return Header(path, metadata, found)
 
 
-def eos_ids(metadata: dict[str, Any]) -> int | list[int] | None:
+def gguf_eos_ids(metadata: dict[str, Any]) -> int | list[int] | None:
     """The ids that end a text: end of text, and end of turn or of a message if the file has them.
 
     In the forms of a transformers config: one id, a list of ids, or None if the file has none.

@@ -13,7 +13,7 @@ import numpy as np
 from torch import nn
 
 from decode.base.errors import UserError
-from decode.model.gguf_file import Header, eos_ids
+from decode.model.gguf_file import Header, gguf_eos_ids
 
 # By the rest of a key behind its architecture: the fields of a config that say the same. The first
 # one that a config has is meant.
@@ -157,7 +157,7 @@ def set_config(config: Any, header: Header) -> None:
         if not _same(settings.values[rest], *_NEUTRAL.get(rest, ())):
             raise settings.refusal(rest, "which is not read here, nor by transformers")
     for holder in {id(part): part for part in (config, text)}.values():
-        holder.eos_token_id = eos_ids(header.metadata)
+        holder.eos_token_id = gguf_eos_ids(header.metadata)
 
 
 def _set_fields(config: Any, settings: _Settings) -> None:

@@ -146,13 +146,13 @@ _KEPT: WeakKeyDictionary[nn.Module, tuple[str, Tensor, float]] = WeakKeyDictiona
 
 
 def keep_identity(model: nn.Module) -> None:
-    """Compute `weights_sha256` and `sample_weights` of a model that does not change, and keep them:
-    because it is sharded, or because its weights get another form. All processes of a sharded model
-    must call this. Later each can ask for them alone."""
-    _KEPT[model] = weights_sha256(model), sample_weights(model), _rounding(model)
+    """Compute `sampled_weights_sha256` and `sample_weights` of a model that does not change, and
+    keep them: because it is sharded, or because its weights get another form. All processes of a
+    sharded model must call this. Later each can ask for them alone."""
+    _KEPT[model] = sampled_weights_sha256(model), sample_weights(model), _rounding(model)
 
 
-def weights_sha256(model: nn.Module) -> str:
+def sampled_weights_sha256(model: nn.Module) -> str:
     """A hash over some numbers of every weight and buffer. It distinguishes models with the same
     name and vocabulary, and a model in two dtypes. Raises UserError for offloaded weights."""
     if model in _KEPT:

@@ -27,7 +27,7 @@ JOINS = re.compile(
 )
 
 
-def require_same_weights(source: str, model: Any, info: Mapping[str, Any]) -> None:
+def require_all_weights(source: str, model: Any, info: Mapping[str, Any]) -> None:
     """Raise UserError unless the files hold each weight of the model in its size, and no other
     weights of the parts that were loaded.
 

@@ -16,7 +16,7 @@ from decode.base.errors import MemoryShortage
 from decode.model.cache.pass_size import pass_limit
 from decode.model.cache_names import cache_of
 from decode.model.kinds.layer_kinds import attention_sizes
-from decode.model.pretrained import decoder_config, has_encoder, text_of
+from decode.model.pretrained import config_text, decoder_config, has_encoder
 
 # A container's limit, what it uses of it, and what of that is files that can be dropped: the entry
 # of memory.stat. As the kernel writes them for cgroups, versions 2 and 1.
@@ -109,7 +109,7 @@ class _Attended(TorchFunctionMode):
 def _numbers(model: PreTrainedModel) -> _Numbers:
     # Models that another library has changed have their own attention (`prepare_model`).
     theirs = getattr(model, "hf_quantizer", None) is not None and model.device.type == "cpu"
-    kind = type(model), text_of(model.config), str(model.config._attn_implementation), theirs
+    kind = type(model), config_text(model.config), str(model.config._attn_implementation), theirs
     if kind not in _NUMBERS:
         _NUMBERS[kind] = _counted_numbers(model, theirs)
     return _NUMBERS[kind]

@@ -34,7 +34,7 @@ from decode.base.errors import UserError
 from decode.model import gguf_settings, gguf_tokenizer
 from decode.model.config_numbers import require_sound_numbers, rope_kinds
 from decode.model.gguf_file import read_header
-from decode.model.loaded_weights import require_same_weights
+from decode.model.loaded_weights import require_all_weights
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +95,10 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
             attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `require_same_weights` refuses them by name
+            ignore_mismatched_sizes=True,  # `require_all_weights` refuses them by name
             **where,
         )
-    require_same_weights(source, model, info)
+    require_all_weights(source, model, info)
     return model, tokenizer
 
 
@@ -396,7 +396,7 @@ def gguf_read_once() -> Iterator[None]:
         yield
 
 
-def text_of(config: Any) -> str:
+def config_text(config: Any) -> str:
     """All that a config says, except where it was found."""
     values = config.to_dict()
     return repr({name: values[name] for name in sorted(values) if name != "_name_or_path"})

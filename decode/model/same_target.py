@@ -4,7 +4,7 @@ from typing import Any
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.model.identity import Fingerprint, require_same_vocabulary, weights_sha256
+from decode.model.identity import Fingerprint, require_same_vocabulary, sampled_weights_sha256
 from decode.model.loading import Target
 
 
@@ -14,7 +14,7 @@ def describe_target(target: Target, *, weights: bool = False) -> dict[str, Any]:
     raises UserError for offloaded weights."""
     description = {"revision": target.revision, "fingerprint": target.fingerprint.to_dict()}
     if weights:
-        description["weights"] = weights_sha256(target.model)
+        description["weights"] = sampled_weights_sha256(target.model)
         description["dtype"] = dtype_name(target.dtype)
     return description
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import require_slots
-from decode.model.pretrained import text_of
+from decode.model.pretrained import config_text
 from decode.model.small_copy import small_model
 from decode.tree_structure import ancestors_of
 
@@ -87,7 +87,7 @@ _PASSED: WeakKeyDictionary[PreTrainedModel, set[tuple[Trial, str]]] = WeakKeyDic
 
 
 @torch.no_grad()
-def reason_against(lm: Tried, trial: Trial) -> str | None:
+def trial_fault(lm: Tried, trial: Trial) -> str | None:
     """What a trial finds wrong with a model over slots, as the end of a sentence, or None.
 
     lm: the model with the forward that it runs. Another one like it is made for the trial.
@@ -96,7 +96,7 @@ def reason_against(lm: Tried, trial: Trial) -> str | None:
     if (trial, attention) in _PASSED.get(model, ()):
         return None
     forward = type(lm.forward_pass), lm.forward_pass.has_our_attention
-    kind = (trial, type(model), attention, *forward, text_of(model.config))
+    kind = (trial, type(model), attention, *forward, config_text(model.config))
     reason = _REASONS[kind] if kind in _REASONS else _tried(lm, trial, kind)
     if reason is None and lm.device.type != "meta":
         _PASSED.setdefault(model, set()).add((trial, attention))
@@ -122,7 +122,7 @@ def _tried(lm: Tried, trial: Trial, kind: tuple[Any, ...]) -> str | None:
 def require_chains(lm: Tried) -> None:
     """Check that a model decodes chains in rows of different lengths. Raises UserError."""
     require_slots(lm.model)
-    reason = reason_against(lm, chains)
+    reason = trial_fault(lm, chains)
     if reason is not None:
         raise UserError(
             f"{type(lm.model).__name__} cannot be decoded here, with drafts or without: over a "
@@ -132,7 +132,7 @@ def require_chains(lm: Tried) -> None:
 
 def require_tree_masks(lm: Tried) -> None:
     """Check that a model verifies token trees. Raises UserError."""
-    reason = reason_against(lm, trees)
+    reason = trial_fault(lm, trees)
     if reason is not None:
         raise UserError(
             f"{type(lm.model).__name__} does not honour 4-D attention masks and position_ids, "
@@ -142,7 +142,7 @@ def require_tree_masks(lm: Tried) -> None:
 
 def require_skipping(lm: Tried, skipped: Sublayers) -> None:
     """Check that drafts can skip these sublayers of a model. Raises UserError."""
-    reason = reason_against(lm, Without.of(skipped, lm.layers))
+    reason = trial_fault(lm, Without.of(skipped, lm.layers))
     if reason is not None:
         raise UserError(
             f"drafts cannot skip layers of {type(lm.model).__name__}: without some it "
@@ -152,7 +152,7 @@ def require_skipping(lm: Tried, skipped: Sublayers) -> None:
 
 def chains(lm: Tried) -> str | None:
     """The trial of chains of tokens, in two rows of different lengths and in one alone."""
-    texts = _Texts(lm)
+    texts = _TrialTexts(lm)
     rows, lengths = np.arange(2), PROMPTS
     if not texts.own_is_causal():
         return "would give another text: its own logits for a text change when more tokens follow"
@@ -179,7 +179,7 @@ def chains(lm: Tried) -> str | None:
 
 def trees(lm: Tried) -> str | None:
     """The trial of token trees: all nodes in one pass, and the deepest ones after the others."""
-    texts = _Texts(lm)
+    texts = _TrialTexts(lm)
     rows = np.arange(2)
     texts.begin(rows)
     texts.read(PROMPTS)
@@ -230,7 +230,7 @@ class Without:
 
     def __call__(self, lm: Tried) -> str | None:
         """Why drafts cannot skip these, or None."""
-        texts = _Texts(lm)
+        texts = _TrialTexts(lm)
         rows = np.arange(2)
         texts.begin(rows)
         texts.read(PROMPTS)
@@ -243,7 +243,7 @@ class Without:
         return None if agrees else "leaves traces in the cache"
 
 
-class _Texts:
+class _TrialTexts:
     """Two texts, and the model's own logits for them."""
 
     def __init__(self, lm: Tried) -> None:

@@ -24,11 +24,11 @@ def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
     """The tokenizer of a model and its fingerprint. spec: as for
     `decode.model.loading.load_model_and_tokenizer`, which it raises as. No code that comes with
     the model runs."""
-    config, tokenizer = load_config(spec)
+    config, tokenizer = load_model_config(spec)
     return tokenizer, fingerprint(tokenizer, config)
 
 
-def load_config(
+def load_model_config(
     spec: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
     """The config and the tokenizer of a model. Arguments and errors are those of
@@ -63,7 +63,9 @@ def load_shapes(
     take no memory. It cannot run; its `revision` is None. dtype: as on `device`. A quantised
     checkpoint has the shapes of its plain form, and if it is a directory, `stored_bytes`. Arguments
     and errors are those of `decode.model.loading.load_target`."""
-    config, tokenizer = load_config(spec, revision=revision, trust_remote_code=trust_remote_code)
+    config, tokenizer = load_model_config(
+        spec, revision=revision, trust_remote_code=trust_remote_code
+    )
     torch_dtype, path = resolve_dtype(dtype, resolve_device(device)), from_home(spec)
     model = without_values(str(path), config, trust_remote_code, dtype=torch_dtype)
     quantised = vars(model.config).pop("quantization_config", None) is not None

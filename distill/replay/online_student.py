@@ -30,8 +30,8 @@ class OnlineStudent(ABC):
     """The copy of a drafter that is trained.
 
     kind: the name of the drafter in `decode.drafters.DRAFTERS`. module: holds the weights; those
-    that require a gradient are trained. window: the max number of tokens of a text. ids: int64
-    [V'], ascending, a reduced draft vocabulary; None means all tokens.
+    that require a gradient are trained. longest_text: the max number of tokens of a text. ids:
+    int64 [V'], ascending, a reduced draft vocabulary; None means all tokens.
 
     For heads on the target only: heads is the number of heads, captured_layers are the layers whose
     hidden states are captured for them. whole_text: whether records hold the states that the heads
@@ -42,7 +42,7 @@ class OnlineStudent(ABC):
     kind: str
     module: nn.Module
     weighted_loss: WeightedLoss
-    window: int
+    longest_text: int
     ids: Tensor | None
     heads: int = 0
     captured_layers: tuple[int, ...] = ()
@@ -62,7 +62,8 @@ class OnlineStudent(ABC):
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
         """Return the weighted loss summed over the recorded tokens, and each term's sum.
 
-        The loss is differentiable. The sums are float64 [terms]. Texts are at most `window` long.
+        The loss is differentiable. The sums are float64 [terms]. Texts are at most
+        `longest_text` long.
         """
 
     @abstractmethod
@@ -142,7 +143,7 @@ class SmallLMStudent(OnlineStudent):
         self._total_variation = Distillation(model, rejections, **sizes)
         config = model.config.get_text_config()
         limits = [getattr(config, "max_position_embeddings", None), max_length]
-        self.window = min((limit for limit in limits if limit), default=1 << 30)
+        self.longest_text = min((limit for limit in limits if limit), default=1 << 30)
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
         return self._loss_of(self.module, records)

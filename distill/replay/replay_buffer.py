@@ -140,7 +140,7 @@ class Record:
             values += vars(self.head_drafts).values()
         return sum(x.nbytes for x in values if isinstance(x, np.ndarray))
 
-    def windows(self, max_tokens: int) -> list["Record"]:
+    def pieces(self, max_tokens: int) -> list["Record"]:
         """Split into records of at most `max_tokens` ≥ 2, for models with a limited context.
 
         The recorded tokens stay the same. Each keeps the tokens just before it: all of them, or at
@@ -148,7 +148,7 @@ class Record:
         """
         if len(self.tokens) <= max_tokens:
             return [self]
-        windows, covered = [], 0  # covered: the end of the window before
+        pieces, covered = [], 0  # covered: the end of the piece before
         for begin in range(0, len(self.tokens), max_tokens // 2):
             end = begin + max_tokens
             chosen = (self.positions >= covered) & (self.positions < end)
@@ -158,8 +158,8 @@ class Record:
                 tokens = self.tokens[begin : int(rows["positions"][-1]) + 1]
                 rows["positions"] = rows["positions"] - begin
                 drafts = self.head_drafts and self.head_drafts.part(self.positions, chosen, begin)
-                windows.append(replace(self, tokens=tokens, head_drafts=drafts, **rows))
-        return windows
+                pieces.append(replace(self, tokens=tokens, head_drafts=drafts, **rows))
+        return pieces
 
 
 def recorded_signal(records: Sequence[Record], device: torch.device) -> TopK:

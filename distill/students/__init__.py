@@ -27,7 +27,7 @@ from decode.opening.directory import save_drafter
 from distill.choose_vocabulary import most_frequent
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.settings import refuse
+from distill.student_settings import refuse
 from distill.students.student_start import start_model
 from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import CachedTeacher

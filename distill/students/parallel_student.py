@@ -27,7 +27,7 @@ from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.masked_copies import drawn_copies, require_full_attention, taken_mask
 from distill.place_weights import label_shares, place_weights, teacher_shares
-from distill.settings import ParallelConfig
+from distill.student_settings import ParallelConfig
 from distill.students import STUDENTS, Student
 from distill.teacher.teacher_signal import Signal, Teacher, TeacherLogits
 from distill.teacher.top_k_cache import CachedTeacher

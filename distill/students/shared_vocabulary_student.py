@@ -178,7 +178,7 @@ class SharedVocabularyStudent(Student):
         return SharedVocabularyDrafter.of_models(model, self.tokenizer, self.target, ids)
 
 
-class _Reader(nn.Module):
+class _Retokeniser(nn.Module):
     """Turns the target's tokens into those that the student reads."""
 
     pieces: Tensor
@@ -236,7 +236,7 @@ class SharedVocabularyDistillation(Distillation):
         super().__init__(
             student, weighted_loss, chunk=chunk, vocabulary=shared.target_ids, text_ids=rows
         )
-        self.reader = _Reader(shared)
+        self.reader = _Retokeniser(shared)
 
     def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, T, H]: after the last of the tokens that are read for each token of the target."""

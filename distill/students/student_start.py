@@ -14,7 +14,7 @@ from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, load_target
 from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
-from distill.settings import StudentConfig
+from distill.student_settings import StudentConfig
 from distill.untrained_student import student_from_config, student_from_layers
 
 

@@ -85,7 +85,7 @@ def write_vocabulary(directory: Path, ids: Tensor) -> None:
     )
 
 
-def write_part(
+def write_top_k_part(
     directory: Path,
     number: int,
     samples: Sequence[tuple[str, str]],

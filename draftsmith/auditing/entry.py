@@ -13,8 +13,8 @@ from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.drafters import Drafter
 from decode.model.loading import Target
+from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.findings import Audit, Finding, Judgement
-from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.trained_drafter import public_name
 from train.settings.server_config import ServerConfig

@@ -10,16 +10,16 @@ from decode.base.errors import UserError, require_whole
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES, Target
-from draftsmith.auditing import drafts, exact
+from draftsmith.auditing import engine_acceptance, exact
 from draftsmith.auditing.asking import AskedTexts, ask_texts, gives_several
+from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.beside import beside_findings
 from draftsmith.auditing.contract import contract_findings
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.greedy import greedy_findings
-from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.sampled import sampled_findings
 from draftsmith.auditing.texts import JudgedText, TextJudge, rounding_scale
-from draftsmith.export.acceptance import OwnLoop
+from draftsmith.export.compare_acceptance import OwnLoop
 from train.settings.server_config import ServerConfig
 
 
@@ -105,7 +105,7 @@ class Questions:
         if not of_plain:
             return findings
         findings += greedy_findings(texts, self.level, of_plain)
-        return [*findings, drafts.speed_finding(asked.speed, plain.speed)]
+        return [*findings, engine_acceptance.speed_finding(asked.speed, plain.speed)]
 
     def sampled(self) -> list[Finding]:
         sampling = self.options.sampling
@@ -164,10 +164,13 @@ class Questions:
     ) -> tuple[AskedTexts, list[JudgedText], list[Finding]]:
         """As `_judged`, and what the server's counters say meanwhile."""
         key = self.config.key()
-        before = drafts.read(self.urls[0], key)
+        before = engine_acceptance.counters_if_shown(self.urls[0], key)
         asked, texts = self._judged(self.urls[0], sampling, samples)
         counted, engine = asked.counts, "llamacpp"
-        if before is not None and (after := drafts.read(self.urls[0], key)) is not None:
+        if (
+            before is not None
+            and (after := engine_acceptance.counters_if_shown(self.urls[0], key)) is not None
+        ):
             counted, engine = after.counts - before.counts, after.engine
         elif not counted.drafted:
             return asked, texts, []
@@ -179,7 +182,7 @@ class Questions:
                 self.target, self.drafter, prompts, self.gamma, self.options.max_new_tokens
             )
         parted = [bool((text.gap > 0).any()) for text in texts] or [True]
-        finding = drafts.acceptance_finding(
+        finding = engine_acceptance.acceptance_finding(
             "greedy" if sampling.greedy else "sampled", counted, engine, own, sampling,
             level=self.level, parting=sum(parted) / len(parted) if sampling.greedy else 1.0,
         )  # fmt: skip

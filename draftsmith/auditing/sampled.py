@@ -51,7 +51,7 @@ def sampled_findings(texts: Sequence[JudgedText], level: float) -> list[Finding]
     pairs = _pairs(texts)
     # Of the tests below: besides those of orders, sets and pairs there are three.
     each = level / (len(ORDERS) + len(SETS) + 3 + bool(pairs))
-    findings = [support(texts), *_uniformity(texts, each), _neighbours(texts, each)]
+    findings = [support_finding(texts), *_uniformity(texts, each), _neighbours(texts, each)]
     findings += [_positions(texts, each), *_shares(texts, each), _temperature(texts, each)]
     return [*findings, _agreement(pairs, each)] if pairs else findings
 
@@ -71,7 +71,7 @@ def too_few(texts: Sequence[JudgedText]) -> Finding | None:
     return Finding(GROUP, "law", Judgement.UNJUDGED, detail)
 
 
-def support(texts: Sequence[JudgedText]) -> Finding:
+def support_finding(texts: Sequence[JudgedText]) -> Finding:
     """The finding about tokens that the request's filters remove."""
     count = sum(len(text.gap) for text in texts)
     outside = [(text, int(at)) for text in texts for at in np.flatnonzero(text.outside)]

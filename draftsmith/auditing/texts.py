@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draw.penalties import Answers, TextBefore, penalised
+from decode.draw.penalties import AnswerSpans, TextBefore, penalised
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from train.engines.answers.check_model import below_likeliest
@@ -144,7 +144,9 @@ class TextJudge:
 
     def _penalised(self, raw: Tensor, ids: Tensor, prompt: int, first: int) -> Tensor:
         """raw: [t, V], of the text's positions from `first` on. prompt: its tokens in ids."""
-        answers = Answers(np.array([prompt]), np.array(self._target.eos_token_ids, dtype=np.int64))
+        answers = AnswerSpans(
+            np.array([prompt]), np.array(self._target.eos_token_ids, dtype=np.int64)
+        )
         places = torch.arange(len(ids) - prompt, device=ids.device)
         on_path = places < first + torch.arange(len(raw), device=ids.device)[:, None]
         before = TextBefore(

@@ -16,8 +16,8 @@ from decode.base.install_command import install_command
 from decode.draw.sampling import Sampling
 from decode.model.same_target import require_same_target
 from draftsmith.auditing.asking import ask_texts
+from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
 from draftsmith.export.export_directory import check_export, planned_layout, reload_export

@@ -82,9 +82,9 @@ def audit(
     require_packages("httpx2")
     from decode.opening.directory import open_drafter
     from draftsmith.auditing import report
+    from draftsmith.auditing.audit_options import AuditOptions
     from draftsmith.auditing.entry import audit as run
     from draftsmith.auditing.exact import TINY_VOCABULARY, random_prompts
-    from draftsmith.auditing.options import AuditOptions
     from train.base.console import Reporter
 
     quieten()

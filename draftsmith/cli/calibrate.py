@@ -25,7 +25,7 @@ from train.base.console import quieten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trials:
+class CalibrationOptions:
     """The dev prompts to measure on, and the file for the figures."""
 
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")]
@@ -38,7 +38,7 @@ def calibrate(
     *,
     loading: Loading,
     drafter: DrafterOption,
-    trials: Trials,
+    trials: CalibrationOptions,
     thresholds: Annotated[str, typer.Option(help="θ to try")] = "0.15,0.20,0.25,0.30,0.35",
     acceptance: Annotated[str, typer.Option(help="bounds for the acceptance rate")] = "0.6,0.8",
     drafting: Drafting,
@@ -103,7 +103,7 @@ def calibrate_tree(
     *,
     loading: Loading,
     drafter: Annotated[str, typer.Option(help="a drafter directory; with --out, any drafter")],
-    trials: Trials,
+    trials: CalibrationOptions,
     method: Annotated[
         str,
         typer.Option(
@@ -181,7 +181,7 @@ def calibrate_tree(
 def calibrate_layers(
     *,
     loading: Loading,
-    trials: Trials,
+    trials: CalibrationOptions,
     out: Annotated[Path, typer.Option(help="write the set of sublayers to this file")],
     depth: Annotated[int, typer.Option(min=1, help="longest chain that is compared")] = 8,
     max_trials: Annotated[int, typer.Option(min=1, help="number of sets that are tried")] = 300,

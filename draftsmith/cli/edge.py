@@ -137,9 +137,9 @@ def verify_server(
     key = key_from("--api-key-env", api_key_env)
     require_packages("prometheus_client", "starlette", "uvicorn", "websockets", "msgpack")
     from decode.base.threads import run_in_thread
-    from draftsmith.edge.server import VerifyServer
     from draftsmith.edge.sessions import SessionBounds
     from draftsmith.edge.verifier import Verifier, make_verified_rule
+    from draftsmith.edge.verify_server import VerifyServer
     from draftsmith.net.limits import ServerLimits
     from draftsmith.net.listen import address_of, bind
 

@@ -22,14 +22,14 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import load_model_and_tokenizer, resolve_device, resolve_dtype
 from decode.model.model_names import EMBEDDED, EMBEDDED_PREFIX
 from train.base.launcher import cores
-from train.base.platforms import support
+from train.base.platforms import platform_support
 from train.base.provenance import describe_process, version_of
 from train.engines.child_process import environment_of, package_version
 from train.engines.programs import find_vllm, llama_server_program
 from train.measure.check_lossless import check_loop, random_llama
 from train.measure.machine import (
     GIB,
-    Limit,
+    MachineLimit,
     describe_gpus,
     describe_kernels,
     dtype_speeds,
@@ -126,7 +126,7 @@ def examine(
     # First of all, because the measurements are load too.
     add("load", lambda: psutil.getloadavg()[0])
     others = OtherProcesses()
-    add("system", support)
+    add("system", platform_support)
     add("process", describe_process)
     add("packages", lambda: _optional_packages(engine_python))
     add("cores", cores)
@@ -156,7 +156,7 @@ def _examine_target(examination: Examination, model: Any) -> None:
     limit = None
     if speed and products and (of := products.get(dtype_name(model.dtype))):
         most = of["register_flops_per_second"] or of["flops_per_second"]
-        limit = Limit.of(model, speed, most)
+        limit = MachineLimit.of(model, speed, most)
     context = min(CONTEXT, CachedLM(model).max_positions // 2)
     passes = add("passes", lambda: _passes(CachedLM(model), context, limit, BUDGET))
     slow = passes is None or passes[-1]["ms"] > 1000
@@ -212,7 +212,9 @@ def _load(spec: str | None, dtype: str, device: str, loaded: list[Any]) -> dict[
     }
 
 
-def _passes(lm: CachedLM, context: int, limit: Limit | None, budget: float) -> list[dict[str, Any]]:
+def _passes(
+    lm: CachedLM, context: int, limit: MachineLimit | None, budget: float
+) -> list[dict[str, Any]]:
     return passes_beside(limit, lm, context, WIDTHS, turns=TURNS, budget=budget)
 
 

@@ -72,14 +72,14 @@ def train(
         raise UserError("--profile measures a training, and --dry-run has none; leave one out")
 
     from train.run.config_checks import build_config
-    from train.run.entry import begun
+    from train.run.entry import begun_run
 
     settings = build_config(source)
     if settings.engine is not None:
         from draftsmith.export.readable import require_readable
 
         require_readable(settings)
-    with begun(settings, allow_changes=allow_changes) as run:
+    with begun_run(settings, allow_changes=allow_changes) as run:
         for note in source.notes:
             run.reporter.say(note)
         if dry_run:
@@ -102,9 +102,9 @@ def verify_cache(
     ] = None,
 ) -> None:
     """Hash all files of a cache, also those that did not change since they were hashed."""
-    from train.loop.open_caches import check_directory
+    from train.loop.open_caches import check_cache_directory
 
-    count = check_directory(directory, "cache", again=True)
+    count = check_cache_directory(directory, "cache", again=True)
     typer.echo(f"{directory}: {count} parts, all sound")
     write_json(json_file, {"directory": str(directory), "parts": count})
 
@@ -118,7 +118,7 @@ def watch(
     require_packages("starlette", "uvicorn")
     from draftsmith.net.listen import bind
     from draftsmith.watch.run_state import RunState
-    from draftsmith.watch.server import HOST, WatchServer
+    from draftsmith.watch.watch_server import HOST, WatchServer
 
     state = RunState(run)
     with bind(HOST, port) as bound:

@@ -19,7 +19,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
-from draftsmith.export.acceptance import Counting
+from draftsmith.export.compare_acceptance import Counting
 
 BATCH = 16
 NOTHING = -1  # in the place of a token that was not drafted
@@ -49,7 +49,7 @@ class Panel(Group):
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftsAlong:
     """texts: the target's own, int64 [N, P + γ + 1]. tokens: int64 [M, N, P, γ], the draft after
     the first p tokens of each text."""
 
@@ -65,7 +65,7 @@ def drafts_along(
     places: int,
     *,
     first_drafted: bool,
-) -> Drafts:
+) -> DraftsAlong:
     """Decode each prompt once and ask all drafters after each of the first `places` tokens.
     Greedy. Rows of a batch are in the order of the prompts."""
     texts, tokens = [], []
@@ -85,11 +85,11 @@ def drafts_along(
             if place < places:
                 found[:, :, place] = drafted
         tokens.append(found)
-    return Drafts(np.array(texts), np.concatenate(tokens, 1))
+    return DraftsAlong(np.array(texts), np.concatenate(tokens, 1))
 
 
 def accepted_by_place(
-    drafts: Drafts,
+    drafts: DraftsAlong,
     member: int,
     counting: Counting,
     eos: Sequence[int],

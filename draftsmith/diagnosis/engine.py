@@ -46,7 +46,7 @@ class ServerMeasurement:
         return accepted if self.by_place else accepted.sum(1, keepdims=True)
 
 
-def read(url: str, key: str = "") -> EngineCounters:
+def still_counters(url: str, key: str = "") -> EngineCounters:
     """The counters once they stand still. Raises as `read_counters`, and UserError for a server
     that is busy with other requests."""
     counters, still = settled_counters(url, key)
@@ -69,14 +69,14 @@ def _require(gamma: int, counters: EngineCounters) -> None:
 
 
 def ready(url: str, config: ServerConfig, gamma: int) -> str:
-    """The server's engine, a name of COUNTING. Raises as `read`, and UserError for a server that
-    drafts another number of tokens."""
-    first = read(url, config.key() or "")
+    """The server's engine, a name of COUNTING. Raises as `still_counters`, and UserError for a
+    server that drafts another number of tokens."""
+    first = still_counters(url, config.key() or "")
     _require(gamma, first)
     return first.engine
 
 
-def measure(
+def measure_server(
     url: str,
     target: Target,
     prompts: Sequence[Sequence[int]],
@@ -94,7 +94,7 @@ def measure(
     Raises UserError for a server that hides its counters, is busy, drafts nothing, rewrites prompts
     or has another target or samples by force, and as `ask_texts`."""
     key = config.key() or ""
-    before = read(url, key)
+    before = still_counters(url, key)
     texts: list[list[int]] = []
     drafted, accepted, by_place = [], [], []
 
@@ -110,7 +110,7 @@ def measure(
 
     for number in range(len(prompts)):
         asked = answer(number, seed)
-        after = read(url, key)
+        after = still_counters(url, key)
         counts = asked.counts if asked.counts.drafted else after.counts - before.counts
         # A pass yields one token more than it accepts, and the last one may reach past the text.
         if counts.drafted > gamma * min(tokens, tokens + gamma - counts.accepted):
@@ -162,8 +162,8 @@ def measure_together(
     seed: int = 0,
 ) -> DraftCounts:
     """What the server counts for all prompts if it gets `requests` of them at a time. Raises
-    UserError as `measure`."""
-    before = read(url, config.key() or "")
+    UserError as `measure_server`."""
+    before = still_counters(url, config.key() or "")
     asked = ask_texts(
         url, target, prompts, Sampling(), config.model_copy(update={"concurrency": requests}),
         samples=1, max_new_tokens=tokens, seed=seed,
@@ -176,7 +176,7 @@ def measure_together(
         )
     own = [expected[text.number] for text in asked.texts]
     _require_texts(url, _are_same([text.tokens for text in asked.texts], own))
-    after = read(url, config.key() or "")
+    after = still_counters(url, config.key() or "")
     return asked.counts if asked.counts.drafted else after.counts - before.counts
 
 

@@ -14,12 +14,12 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
-from draftsmith.auditing.drafts import COUNTING
+from draftsmith.auditing.engine_acceptance import COUNTING
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.engine import measure, measure_together, ready, template_fault
+from draftsmith.diagnosis.engine import measure_server, measure_together, ready, template_fault
 from draftsmith.diagnosis.explain import ALONE, EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
-from draftsmith.export.acceptance import Acceptance
+from draftsmith.export.compare_acceptance import Acceptance
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
@@ -190,12 +190,12 @@ def diagnose(
 
     prompts: token ids. gamma: the tokens of the server's drafts. The server is asked one request at
     a time, greedily, for γ + 2 tokens: the first one comes from the prompt, then there is room for
-    a whole draft and the token after it. Raises UserError as `measure`, for too few prompts and for
-    prompts that do not fit.
+    a whole draft and the token after it. Raises UserError as `measure_server`, for too few
+    prompts and for prompts that do not fit.
     """
     tokens = gamma + 2
     require_enough(len(prompts))
-    require_room(target, prompts, tokens + gamma + 1)
+    require_positions(target, prompts, tokens + gamma + 1)
     engine = ready(url, config, gamma)
     made = {EQUAL: drafter} | {
         name: changed
@@ -206,7 +206,9 @@ def diagnose(
     here = _Here(target, prompts, engine, gamma, tokens)
     by_name = here.counts(made)
     say(f"asking {url} for {len(prompts)} answers, one after the other")
-    there = measure(url, target, prompts, here.texts, config, gamma=gamma, tokens=tokens, say=say)
+    there = measure_server(
+        url, target, prompts, here.texts, config, gamma=gamma, tokens=tokens, say=say
+    )
     _require_whole_drafts(url, (there.drafted < here.fewest).mean(), gamma)
     counted = as_keys(there.accepted)
     weights = {name: SEEN for name in made if name != EQUAL and engine in MISTAKES[name].engines}
@@ -262,7 +264,7 @@ def require_enough(prompts: int) -> None:
         )
 
 
-def require_room(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+def require_positions(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> None:
     """Raise UserError for prompts whose answers of `tokens` tokens the target has no room for."""
     longest = max(map(len, prompts)) + tokens
     if longest > target.max_positions:

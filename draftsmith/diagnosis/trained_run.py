@@ -9,7 +9,7 @@ from typing import Any, Literal
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from draftsmith.diagnosis.causes import CAUSES, Measurement
-from draftsmith.diagnosis.entry import open_plain, require_room
+from draftsmith.diagnosis.entry import open_plain, require_positions
 from draftsmith.diagnosis.evidence import PLACES, Evidence
 from train.base.run_files import STAGES, TEXT, TEXTS, stage_directory
 from train.data.read import spread
@@ -119,7 +119,7 @@ def diagnose_run(
 ) -> RunDiagnosis:
     """Measure every cause. target: the served one. prompts: token ids, as they are served. Raises
     UserError for prompts that do not fit, and for a drafter of another target, as `open_plain`."""
-    require_room(target, prompts, PLACES + gamma + 1)
+    require_positions(target, prompts, PLACES + gamma + 1)
     evidence = Evidence(
         target,
         open_plain(stage.directory / "drafter", target),

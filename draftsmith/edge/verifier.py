@@ -17,7 +17,7 @@ from decode.draw.sampling import Sampling
 from decode.loop.batcher import Batcher, News
 from decode.loop.decoding import Decoder
 from decode.loop.parts import Part
-from decode.model.identity import weights_sha256
+from decode.model.identity import sampled_weights_sha256
 from decode.model.loading import Target
 from decode.rules import RULES, Rule
 from decode.rules.coupled import Coupled
@@ -86,7 +86,7 @@ class Verifier(Batcher[EdgeText]):
         self.rule_name = str(Choice.of(rule))
         self._weights = ""  # those that are offloaded cannot be compared
         with suppress(UserError):
-            self._weights = weights_sha256(target.model)
+            self._weights = sampled_weights_sha256(target.model)
         self.passes = self.drafts = 0
         self._sessions = Sessions(bounds, self._end)
         self._crowded = False  # texts with drafts waited for rows in the last pass

@@ -33,7 +33,7 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from draftsmith.export import ExportOptions
-from draftsmith.export.acceptance import interval
+from draftsmith.export.compare_acceptance import interval
 from draftsmith.export.file_schema import require_none
 from draftsmith.export.formats import (
     EXPORT_FILE,

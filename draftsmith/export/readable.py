@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.base.errors import UserError
-from decode.model.without_weights import load_config
+from decode.model.without_weights import load_model_config
 from decode.opening.directory import DRAFTER_FILE
 from draftsmith.export.formats import ExportJob, format_for, require_options
 from draftsmith.export.formats.readers import outdated
@@ -44,7 +44,9 @@ class PlannedDrafter(TrainedDrafter):
         stage = self.stage
         while stage.drafter.stage is not None:
             stage = next(other for other in self.stages if other.name == stage.drafter.stage)
-        settings: dict[str, Any] = load_config(stage.drafter.model or self.target_name)[0].to_dict()
+        settings: dict[str, Any] = load_model_config(stage.drafter.model or self.target_name)[
+            0
+        ].to_dict()
         return settings | (stage.drafter.config or {})
 
     @cached_property

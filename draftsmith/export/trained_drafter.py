@@ -40,7 +40,7 @@ BUILT_IN = (
 
 
 @dataclass
-class SmallLMSource:
+class LoadedSmallLM:
     """A small language model with its tokenizer, ready to be written.
 
     kept: the size of its reduced draft vocabulary in tokens; None if it had none. filled_from: the
@@ -143,7 +143,7 @@ class TrainedDrafter:
         heads.borrow(target.model, torch.float32)
         return heads
 
-    def small_lm(self, target: Target | None) -> SmallLMSource:
+    def small_lm(self, target: Target | None) -> LoadedSmallLM:
         """Return its small LM, with an output layer for the full vocabulary.
 
         A reduced draft vocabulary is filled up. Tokens in it keep their rows. All other tokens get
@@ -158,7 +158,7 @@ class TrainedDrafter:
         reduced = load_vocabulary(self.path, model)
         _resize(model, tokenizer, self.target["fingerprint"]["vocab_size"], reduced is None)
         if reduced is None:
-            return SmallLMSource(model, tokenizer, dtype)
+            return LoadedSmallLM(model, tokenizer, dtype)
         layer, full_layer = model.get_output_embeddings(), reduced.full
         filled_from = "the output layer it had before it was reduced"
         rows = full_layer.weight.detach()
@@ -181,7 +181,7 @@ class TrainedDrafter:
                     filled_layer.bias[ids] = layer.bias
             model.set_output_embeddings(filled_layer.requires_grad_(False))
             model.config.tie_word_embeddings = False
-        return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
+        return LoadedSmallLM(model, tokenizer, dtype, len(ids), filled_from)
 
 
 def _resize(model: PreTrainedModel, tokenizer: Any, rows: int, is_complete: bool) -> None:

@@ -18,10 +18,10 @@ from statistics import median
 import numpy as np
 
 from decode.base.errors import UserError, nearest
-from draftsmith.auditing.drafts import read
+from draftsmith.auditing.engine_acceptance import counters_if_shown
 from draftsmith.auditing.entry import server_config
 from draftsmith.forecast.answer import EngineCell, Speed
-from draftsmith.forecast.worth import piece
+from draftsmith.forecast.step_costs import piece
 from train.engines.child_process import ask
 from train.engines.counters import (
     DraftCounts,
@@ -90,7 +90,7 @@ def measure_engines(
         found: dict[str, list[Measured]] = {}
         for server in servers:
             try:
-                one = measure(server.url, text, load, length)
+                one = measure_speed(server.url, text, load, length)
             except UserError as error:  # such as a text that is too long for it
                 failed = failed or error
                 notes.append(f"{load} rows of {length} tokens: {error}")
@@ -127,11 +127,11 @@ def measure_engines(
     return cells, list(dict.fromkeys(notes))
 
 
-def measure(url: str, text: Sequence[int], load: int, length: int) -> Measured:
+def measure_speed(url: str, text: Sequence[int], load: int, length: int) -> Measured:
     """The speed at so many requests at a time, after prompts of this length."""
     model = served_models(url)[0]
     prompts = [piece(text, length, 7 * row) for row in range(load)]
-    before, replies, times = read(url, None), list[_Reply](), list[float]()
+    before, replies, times = counters_if_shown(url, None), list[_Reply](), list[float]()
     with ThreadPoolExecutor(load) as pool:
 
         def at_once(tokens: int) -> list[_Reply]:
@@ -151,7 +151,7 @@ def measure(url: str, text: Sequence[int], load: int, length: int) -> Measured:
             seconds = sum(x.seconds for x in long) - sum(x.seconds for x in short)
             times.append(max(seconds, 1e-9) / more)
             replies += long
-    after = read(url, None)
+    after = counters_if_shown(url, None)
     speed = load / median(times)
     noise = float(np.std(np.log(times), ddof=1) / REPEATS**0.5)
     if before is not None and after is not None:

@@ -2,7 +2,7 @@
 
 Each stage that makes a drafter is trained on small parts of the run's data (`forecast.pilots`). Its
 acceptance is extrapolated to all of the data (`forecast.curve`), and set against what a step with
-drafts costs here (`forecast.worth`).
+drafts costs here (`forecast.step_costs`).
 """
 
 import json
@@ -42,14 +42,14 @@ from draftsmith.forecast.pilots import (
     write_data,
 )
 from draftsmith.forecast.planned_stages import kind_of
-from draftsmith.forecast.worth import Worksite
+from draftsmith.forecast.step_costs import Worksite
 from train.base.provenance import describe_process
 from train.base.run_files import forecast_of, stage_directory
 from train.data.read import Example, spread
 from train.measure.evaluation import evaluate
 from train.report.format_figures import format_duration, format_machine
 from train.run.config import RunConfig, differences, dump_config
-from train.run.entry import begun
+from train.run.entry import begun_run
 from train.run.run import CONFIG, DONE, Splits
 
 OTHER_SHARES = (0.5, 2.0)  # of the data, for which tokens per step are forecast too
@@ -78,7 +78,7 @@ def forecast(
     """
     start = time.perf_counter()
     file, settings = forecast_of(config.run_dir), config.evaluation
-    with begun(config, quiet=True) as whole:
+    with begun_run(config, quiet=True) as whole:
         splits, target = whole.read_data(), whole.target
         judged = spread(whole.corpus(splits).asked(settings.split), settings.prompts)
         asked = whole.prompts(judged)
@@ -232,7 +232,7 @@ def _pilot(
     place = directory / (name if bare else f"rows-{rows}")
     settings = pilot_config(config, files, rows / total, place, bare=bare)
     more = _has_other_stages(settings)
-    with begun(settings, quiet=quiet, allow_changes=more) as run:
+    with begun_run(settings, quiet=quiet, allow_changes=more) as run:
         run.loaded = target
         run.execute()
         return read_pilot(run, rows)

@@ -75,10 +75,10 @@ def _stage(kind: str, config: RunConfig) -> dict[str, Any]:
 
 def _layers(target: TargetConfig) -> list[int]:
     """Those of the target that a small language model starts from."""
-    from decode.model.without_weights import load_config  # imports torch
+    from decode.model.without_weights import load_model_config  # imports torch
     from draftsmith.starter_config import first_layers
 
-    config, _ = load_config(
+    config, _ = load_model_config(
         target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
     )
     return first_layers(int(config.get_text_config().num_hidden_layers))

@@ -70,12 +70,12 @@ class HttpServer(uvicorn.Server):
 class _Connection(Watched, H11Protocol):
     """One connection of HTTP/1.1."""
 
-    conn: "_Reader"
+    conn: "_RequestReader"
 
     def __init__(self, door: Door, **parts: Any) -> None:
         self.door = door
         super().__init__(**parts)
-        self.conn, self.logger = _Reader(h11.SERVER), _LOG
+        self.conn, self.logger = _RequestReader(h11.SERVER), _LOG
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -114,7 +114,7 @@ class _Connection(Watched, H11Protocol):
         """Nothing is upgraded to."""
 
 
-class _Reader(h11.Connection):
+class _RequestReader(h11.Connection):
     """Reads requests, and refuses bodies in very many parts. is_ahead: more follows the request
     that is being answered."""
 

@@ -29,7 +29,7 @@ from draftsmith.serve.anthropic.messages_answer import MessagesAnswer, as_anthro
 from draftsmith.serve.anthropic.messages_request import COUNT, MESSAGES
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import Refusal
-from draftsmith.serve.live_settings import Settings
+from draftsmith.serve.live_settings import LiveSettings
 from draftsmith.serve.middleware import KeyHeader, RequestIds
 from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from draftsmith.serve.openai.api_errors import refused
@@ -67,7 +67,7 @@ class Service:
     guard: who may call. limits: of its clients. seeds: for requests that name none."""
 
     batcher: RequestBatcher
-    settings: Settings
+    settings: LiveSettings
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     guard: Guard = LOCAL

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from draftsmith.serve.learner import ServiceLearner
 
 
-class Settings:
+class LiveSettings:
     """The settings in use. `change` runs in a thread of its own, one change at a time.
 
     drafter: the one that the batcher's decoder began with, called `name`. costs: measured with it,

@@ -22,7 +22,7 @@ from draftsmith.serve.api import Service
 from draftsmith.serve.batching.metrics import Metrics
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import RequestBounds
-from draftsmith.serve.live_settings import Settings
+from draftsmith.serve.live_settings import LiveSettings
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import LearnOptions
@@ -54,9 +54,9 @@ def make_service(
     """A service whose batcher runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: what is behind the colon of the target's name, or all of it. seed:
     for requests that name none; None: any. limits: of clients. dynamic_lenience, drafters: as for
-    `Settings`. adapters: the directory with those that may be loaded; None: none may. student: the
-    copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
-    `prefix_cache`. Raises UserError as `Decoder`, `ServiceLearner` and `Settings` do."""
+    `LiveSettings`. adapters: the directory with those that may be loaded; None: none may. student:
+    the copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
+    `prefix_cache`. Raises UserError as `Decoder`, `ServiceLearner` and `LiveSettings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
@@ -83,7 +83,7 @@ def make_service(
         learner.start(batcher)
     return Service(
         batcher,
-        Settings(
+        LiveSettings(
             batcher,
             target,
             settings,

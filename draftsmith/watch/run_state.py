@@ -9,7 +9,13 @@ from typing import Any
 
 from decode.base.errors import UserError
 from train.base.console import LOG_FILE, PROGRESS_FILE
-from train.base.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
+from train.base.run_files import (
+    EVALUATION,
+    read_record,
+    row_directories,
+    stage_directory,
+    stored_rows,
+)
 from train.base.tracking.curve_file import CURVES_FILE, CurveReader, Points
 
 LOG_LINES, LOG_BYTES = 200, 1 << 16
@@ -98,7 +104,7 @@ class RunState:
 
     def _evaluations(self, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with suppress(UserError):  # it is being written
-            for path in rows_of(config, stored_rows(self.directory)):
+            for path in row_directories(config, stored_rows(self.directory)):
                 row = read_record(path / EVALUATION)
                 figures = {key: row["evaluation"].get(key) for key in FIGURES}
                 yield {"stage": row["stage"], "drafter": row["drafter"], **figures}

@@ -226,16 +226,16 @@ def parse_mapping(text: str, path: Path, keys: str) -> tuple[dict[str, Any], yam
         raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from error
     if root is None or not isinstance(values, dict):
         raise UserError(f"{path} contains {_show(values)}; expected keys such as {keys}")
-    return plain(values), root
+    return plain_values(values), root
 
 
-def plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     """A copy with dicts, lists and text where a program may have others, such as paths. No mapping
     or list is in two places, as those with an alias are: an override changes one place."""
     if isinstance(value, Mapping):
-        return {key: plain(entry) for key, entry in value.items()}
+        return {key: plain_values(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [plain_values(entry) for entry in value]
     return str(value) if isinstance(value, Path) else value
 
 

@@ -16,7 +16,7 @@ _SUPPORT = {
 }
 
 
-def support() -> str:
+def platform_support() -> str:
     """Whether draftsmith was tried on this system: what README and docs/platforms.md say too."""
     system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
     if system == "Linux" and "microsoft" in platform.release().lower():

@@ -65,7 +65,7 @@ def stored_forecast(run: Path) -> Any:
     return read_record(file) if file.is_file() else None
 
 
-def rows_of(config: Mapping[str, Any], stored: Mapping[Key, Path]) -> list[Path]:
+def row_directories(config: Mapping[str, Any], stored: Mapping[Key, Path]) -> list[Path]:
     """The directories of the rows that the config has, in its order: the baselines, the drafters of
     each stage, and the last of them combined with untrained ones. config: as in config.json."""
     evaluation = config.get("evaluation", {})

@@ -44,7 +44,7 @@ def draw_number(key: str) -> int:
     return (int(prompt, 16) + int(number)) % 2**63
 
 
-class Answers:
+class AnswerFiles:
     """The answers that a stage asks for, and those that its directory has.
 
     All answers to the first prompt come first, then all to the second, and so on: answers to one
@@ -245,7 +245,7 @@ def answers_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def answer_counts(directory: Path) -> dict[str, Any]:
-    """Of a stage that `Answers` finished: how many prompts, answers, tokens, and answers without an
-    end there are ("cut_at_limit"), how many were left out for which reason ("left_out"), and how
-    many have the ids of their text, because a server returned none ("retokenized")."""
+    """Of a finished stage: how many prompts, answers, tokens, and answers without an end there are
+    ("cut_at_limit"), how many were left out for which reason ("left_out"), and how many have the
+    ids of their text, because a server returned none ("retokenized")."""
     return verify_directory(directory / f"{PART}0", deep=False)

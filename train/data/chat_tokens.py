@@ -20,7 +20,7 @@ from train.data.template import (
     has_template,
     reasoning_field,
     render,
-    text_of,
+    render_messages,
     text_with_blocks,
     written,
 )
@@ -158,7 +158,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -
     mark = "draftsmith-message"
     messages = _with_system([{"role": "user", "content": mark}], system)
     example = Example("", tuple(messages), None, None, None, "self_prompts")
-    rendered = text_of(messages, tokenizer, example)
+    rendered = render_messages(messages, tokenizer, example)
     before, place, _ = rendered.partition(mark)
     if not place:
         raise UserError(
@@ -257,7 +257,7 @@ def _samples_by_prefixes(
     the only sample. Else a mask on it would be on the wrong tokens, so each turn is one.
     """
     # The last answer's text is that of the whole conversation: a long one is tokenised once.
-    whole = text_of(messages, tokenizer, example)
+    whole = render_messages(messages, tokenizer, example)
     tokens = encode(whole, tokenizer)
     mask = [False] * len(tokens)
     turns: list[Sample] = []
@@ -266,7 +266,7 @@ def _samples_by_prefixes(
             continue
         prompt = render(messages[:i], tokenizer, example, add_generation_prompt=True)
         last = i == len(messages) - 1
-        text = whole if last else text_of(messages[: i + 1], tokenizer, example)
+        text = whole if last else render_messages(messages[: i + 1], tokenizer, example)
         answered = tokens if text == whole else encode(text, tokenizer)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:

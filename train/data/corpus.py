@@ -17,7 +17,7 @@ from decode.loop.rows import prompt_problem
 from train.data.answer_files import answer_files, answer_parts, answers_of
 from train.data.chat_tokens import Sample, prompt_tokens, to_samples
 from train.data.read import Example, asks, content_keys, id_key, id_keys, select
-from train.data.self_prompts import read_prompts
+from train.data.self_prompts import read_self_prompts
 from train.data.stored_samples import StoredSamples
 from train.data.text_files import Share, Texts
 from train.data.turns import TURN, turn
@@ -99,7 +99,7 @@ class Corpus:
     def self_prompts(self, stage: str) -> Sequence[Example]:
         """The prompts that the target wrote in a generate stage. Empty if it wrote none."""
         directory = self.stages[stage] / SELF_PROMPTS
-        return read_prompts(directory) if directory.exists() else []
+        return read_self_prompts(directory) if directory.exists() else []
 
     def samples(self, text: str | list[str], split: str = "train") -> StoredSamples:
         """All samples of a text: `data` for a split's own responses, or generate stages. All ranks

@@ -154,7 +154,7 @@ def phrases(text: str) -> set[str]:
     return {" ".join(words[i : i + PHRASE]) for i in range(last + 1)}
 
 
-def save_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
+def save_self_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
     """Write the messages as rows of a data file, completely or not at all."""
     rows = "".join(
         json.dumps({"id": f"{stage}-{number}", "prompt": text}) + "\n"
@@ -163,7 +163,8 @@ def save_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
     write_directory(directory, lambda path: (path / FILE).write_text(rows, encoding="utf-8"))
 
 
-def read_prompts(directory: Path) -> Examples:
-    """The examples of `save_prompts`. Raises UserError (CorruptArtifact) if the file is damaged."""
+def read_self_prompts(directory: Path) -> Examples:
+    """The examples of `save_self_prompts`. Raises UserError (CorruptArtifact) if the file is
+    damaged."""
     verify_directory(directory)
     return read_examples(str(directory / FILE))[0]

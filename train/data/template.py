@@ -41,7 +41,7 @@ def set_moment(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
     tokenizer.moment = moment
 
 
-def text_of(
+def render_messages(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     example: Example,
@@ -58,7 +58,7 @@ def text_of(
 def text_with_blocks(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
 ) -> tuple[str, list[tuple[int, int]]]:
-    """`text_of`, and the beginning and end of each {% generation %} block in it."""
+    """`render_messages`, and the beginning and end of each {% generation %} block in it."""
     text, blocks = _rendered(messages, tokenizer, example, return_assistant_tokens_mask=True)
     return text, list(blocks[0])
 
@@ -69,8 +69,8 @@ def render(
     example: Example,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    """The token ids of `text_of`."""
-    return encode(text_of(messages, tokenizer, example, add_generation_prompt), tokenizer)
+    """The token ids of `render_messages`."""
+    return encode(render_messages(messages, tokenizer, example, add_generation_prompt), tokenizer)
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -186,7 +186,7 @@ def _writes_tools(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes the example's tool messages as they are."""
     uses = tool_messages(example)
     try:
-        text = text_of(example.messages or (), tokenizer, example)
+        text = render_messages(example.messages or (), tokenizer, example)
     except UserError:
         return False
     calls = [call["function"] for m in uses for call in m.get("tool_calls", ())]

@@ -17,7 +17,7 @@ def start_directory(start: str) -> Path:
     return shipped_drafter(start) or Path(start)
 
 
-def check_directory(config: HeadsConfig, start: str) -> None:
+def check_start_directory(config: HeadsConfig, start: str) -> None:
     """Raise UserError unless a heads stage can continue to train the drafter of a directory, named
     as for `start_directory`."""
     directory = start_directory(start)

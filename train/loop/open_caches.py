@@ -66,7 +66,7 @@ def _open(
         cache = read()
         cache.require(texts(samples, first, end))
         if accelerator.is_local_main_process:
-            check_directory(directory, cache.what)
+            check_cache_directory(directory, cache.what)
         return cache
 
     cache = ranks.together(opened)
@@ -81,7 +81,7 @@ def _open(
     return cache
 
 
-def check_directory(directory: Path, what: str, *, again: bool = False) -> int:
+def check_cache_directory(directory: Path, what: str, *, again: bool = False) -> int:
     """Hash the parts of a cache that changed since they were hashed last (again: all of them), and
     note that. Returns the number of hashed parts. Raises UserError for a damaged part."""
     count = check_parts(part_directories(directory, what), again=again)

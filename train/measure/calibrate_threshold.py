@@ -19,7 +19,7 @@ WITHIN = (0.6, 0.8)
 
 
 @dataclass(frozen=True)
-class Trial:
+class ThresholdTrial:
     """One θ and its figures, as defined in `train.measure.figures`. Times are at batch 1 and
     include prefill. A figure that does not exist is NaN."""
 
@@ -37,8 +37,8 @@ class ThresholdCalibration:
     within: the requested range of acceptance rates. in_range: whether any θ was in this range.
     """
 
-    trials: list[Trial]
-    chosen: Trial
+    trials: list[ThresholdTrial]
+    chosen: ThresholdTrial
     within: tuple[float, float]
     in_range: bool
 
@@ -73,7 +73,9 @@ class ThresholdCalibration:
         }
 
 
-def choose(trials: Sequence[Trial], within: tuple[float, float] = WITHIN) -> ThresholdCalibration:
+def choose(
+    trials: Sequence[ThresholdTrial], within: tuple[float, float] = WITHIN
+) -> ThresholdCalibration:
     """Chooses the trial with the lowest latency among those with an acceptance rate in the bounds.
     If there is none, it chooses the one nearest to the bounds; among equals, the faster one.
 
@@ -138,10 +140,10 @@ def calibrate_threshold(
     )
 
 
-def _trial(theta: float, runs: Sequence[Decoded]) -> Trial:
+def _trial(theta: float, runs: Sequence[Decoded]) -> ThresholdTrial:
     counts = sum((run.counts for run in runs), Counts.zero())
     emitted = sum(len(run.outputs[0]) for run in runs)
-    return Trial(
+    return ThresholdTrial(
         theta,
         counts.acceptance_rate,
         counts.draft_efficiency,

@@ -54,7 +54,7 @@ def ratio_of_totals(
     return found
 
 
-def product(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+def product_of_ratios(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """Two measured ratios multiplied. The ends of the interval are products too, which is wide
     enough however the two depend on each other.
 

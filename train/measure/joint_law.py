@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.draw.penalties import Answers, TextBefore, penalised
+from decode.draw.penalties import AnswerSpans, TextBefore, penalised
 from decode.draw.sampling import Sampling
 from decode.model.pretrained import input_device
 
@@ -87,7 +87,7 @@ def _penalised(
     """logits: [b, V] after each text of ids, int64 [b, L], whose first `begin` tokens are the
     prompt."""
     rows, tokens = len(ids), ids.cpu().numpy()
-    answers = Answers(np.full(rows, begin), np.array(ends, dtype=np.int64))
+    answers = AnswerSpans(np.full(rows, begin), np.array(ends, dtype=np.int64))
     lengths = np.full(rows, tokens.shape[1])
     nodes = ids[:, :0]
     on_path = torch.zeros(rows, 1, 0, dtype=torch.bool, device=ids.device)

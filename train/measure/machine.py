@@ -106,7 +106,7 @@ def product_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 @dataclass(frozen=True)
-class Limit:
+class MachineLimit:
     """What a pass takes at least on this machine: it reads all weights once, and multiplies each
     token with them. A machine can do both at once. Attention is not counted.
 
@@ -120,7 +120,7 @@ class Limit:
     multiply_speed: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, read_speed: float, multiply_speed: float) -> "Limit":
+    def of(cls, model: PreTrainedModel, read_speed: float, multiply_speed: float) -> "MachineLimit":
         """The limit of a model in its dtype, as it is packed here."""
         return cls(weight_bytes(model), weight_count(model), read_speed, multiply_speed)
 
@@ -131,7 +131,7 @@ class Limit:
 
 
 def passes_beside(
-    limit: Limit | None,
+    limit: MachineLimit | None,
     lm: CachedLM,
     context: int,
     widths: Sequence[int],

@@ -201,8 +201,8 @@ class Online:
     def _learn(self) -> LearningRound | None:
         begin = time.perf_counter()
         batches = self._batches()
-        window = self.student.window
-        held_out = [piece for record in self.held_out for piece in record.windows(window)]
+        longest = self.student.longest_text
+        held_out = [piece for record in self.held_out for piece in record.pieces(longest)]
         counts = [sum(len(r.positions) for r in batch) for batch in [*batches, held_out]]
         sums = self._sum([float(sum(counts[:-1])), float(counts[-1])])
         positions, judged = (int(x) for x in sums)
@@ -260,7 +260,7 @@ class Online:
             max(self._learnt - self.buffer.first, 0),
             steps=settings.steps,
             tokens_per_batch=settings.tokens_per_batch,
-            window=self.student.window,
+            longest_text=self.student.longest_text,
             key=f"{settings.seed} {self.round}",
         )
 

@@ -7,12 +7,18 @@ from train.data.batches import permutation
 
 
 def replayed_batches(
-    records: Sequence[Record], new: int, *, steps: int, tokens_per_batch: int, window: int, key: str
+    records: Sequence[Record],
+    new: int,
+    *,
+    steps: int,
+    tokens_per_batch: int,
+    longest_text: int,
+    key: str,
 ) -> list[list[Record]]:
     """At most `steps` batches: the records from number `new` on, then those before. If there are
     few, they are repeated. Texts of similar length are batched together.
 
-    window: the max length of a text in tokens. key: decides the order.
+    longest_text: the max length of a text in tokens. key: decides the order.
     """
     batches: list[list[Record]] = []
     while records and len(batches) < steps:
@@ -20,7 +26,7 @@ def replayed_batches(
         room = (steps - len(batches)) * tokens_per_batch
         chosen: list[Record] = []
         for record in _in_turn(records, new, own_key):
-            pieces = record.windows(window)
+            pieces = record.pieces(longest_text)
             room -= sum(len(piece.tokens) for piece in pieces)
             if room < 0 and chosen:
                 break

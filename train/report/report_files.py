@@ -17,7 +17,7 @@ from decode.base.artifact import size, write_file
 from train.base.run_files import (
     EVALUATION,
     read_record,
-    rows_of,
+    row_directories,
     stage_directory,
     stored_forecast,
     stored_rows,
@@ -76,7 +76,7 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
                 config["stages"][number] = settings
             stages.append(stored)
             times.append(path.stat().st_mtime)
-    for entry in rows_of(config, stored_rows(directory)):
+    for entry in row_directories(config, stored_rows(directory)):
         row = read_record(entry / EVALUATION) | {"order": len(rows)}
         samples.append(row.pop("samples", None) or [])
         # Runs of earlier versions have no seconds and tokens.

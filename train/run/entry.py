@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, is_i
 
 from decode.base.errors import UserError
 from decode.model.loading import resolve_device
-from train.base.config_file import ConfigSource, plain, read_config
+from train.base.config_file import ConfigSource, plain_values, read_config
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores, end_with_launcher, local_processes
 from train.base.tracking.trackers import chosen_trackers
@@ -54,7 +54,7 @@ def train(
     call continues. Any other exception is a bug.
     """
     settings = resolve(config, overrides)
-    with begun(settings, quiet=quiet, allow_changes=allow_changes) as run:
+    with begun_run(settings, quiet=quiet, allow_changes=allow_changes) as run:
         run.execute()
     return run
 
@@ -69,13 +69,13 @@ def resolve(config: ConfigLike, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(
             f"the config is a {type(config).__name__}; expected a path, a mapping or a RunConfig"
         )
-    source = ConfigSource(plain(config), Path())
+    source = ConfigSource(plain_values(config), Path())
     source.apply(overrides)
     return build_config(source)
 
 
 @contextmanager
-def begun(
+def begun_run(
     settings: RunConfig, *, quiet: bool = False, allow_changes: bool = False
 ) -> Iterator[Run]:
     """A run of this process, or of this rank, with its accelerator. Raises UserError.

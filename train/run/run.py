@@ -33,7 +33,7 @@ from decode.model.cache.requirements import require_decoding, require_trees
 from decode.model.chat_template import set_template_args
 from decode.model.loading import Target, load_target
 from decode.model.pretrained import decoder_start
-from decode.model.without_weights import load_config
+from decode.model.without_weights import load_model_config
 from train.base.console import Reporter
 from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
@@ -176,7 +176,7 @@ class Run:
         if self.loaded is not None:
             return self.target.tokenizer
         settings = self.config.target
-        _, tokenizer = load_config(
+        _, tokenizer = load_model_config(
             settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
         set_template_args(tokenizer, settings.chat_template_args)

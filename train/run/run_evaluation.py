@@ -45,7 +45,7 @@ from train.data.read import Example, spread
 from train.loop.trained_target import load_like
 from train.measure.evaluation import evaluate, help_evaluate
 from train.measure.figures import Evaluation
-from train.measure.intervals import product
+from train.measure.intervals import product_of_ratios
 from train.measure.ranks import Ranks
 from train.measure.timed_prompts import fastest_gamma
 from train.run.config import RunConfig, differences, dump_config
@@ -233,7 +233,7 @@ class RunEvaluation:
         figures = evaluation.to_dict() | {"drift": drift_of(row.spec)}
         if over_generate is not None and figures["speedup"] is not None:
             figures["plain_vs_generate"] = over_generate
-            figures["vs_generate"] = product(figures["speedup"], over_generate)
+            figures["vs_generate"] = product_of_ratios(figures["speedup"], over_generate)
         record: dict[str, Any] = {
             "stage": row.stage,
             "drafter": row.kind,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from decode.base.errors import UserError
-from distill.settings import (
+from distill.student_settings import (
     REFUSED_BY_SHARED,
     DrafterLora,
     ParallelConfig,
@@ -21,8 +21,8 @@ from train.settings.drafter_stages import (
     drafts_in_parallel,
     has_other_tokenizer,
     heads_stage,
+    require_merged,
     require_own_weights,
-    require_whole,
 )
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.schema import Check, Losses, StageConfig, closest_stage
@@ -104,7 +104,7 @@ class DistillConfig(LossConfig):
 
     def _check_start(self, start: str, earlier: Sequence[StageConfig]) -> None:
         closest_stage(start, earlier, *DRAFTER_STAGES)
-        require_whole(self.name, start, earlier)
+        require_merged(self.name, start, earlier)
         if heads_stage(start, earlier) is not None:
             raise UserError(
                 f"stage {self.name} trains a small language model, but the drafter of {start} is "

@@ -30,7 +30,7 @@ def require_own_weights(config: Any) -> None:
         )
 
 
-def require_whole(stage: str, start: str, earlier: Sequence[StageConfig]) -> None:
+def require_merged(stage: str, start: str, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError if stage `start` writes only an adapter, which `stage` cannot read."""
     found: Any = next((config for config in earlier if config.name == start), None)
     lora = getattr(found, "lora", None)

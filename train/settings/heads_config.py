@@ -12,9 +12,9 @@ from decode.base.errors import UserError
 from decode.base.strict import kinds_of
 from decode.model.model_names import EMBEDDED_PREFIX
 from decode.opening.shipped import shipped_drafter
-from distill.settings import DrafterLora, refuse
+from distill.student_settings import DrafterLora, refuse
 from heads.options import HeadOptions
-from train.settings.drafter_stages import require_own_weights, require_whole
+from train.settings.drafter_stages import require_merged, require_own_weights
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.schema import Check, Losses, StageConfig, closest_stage, one_of
 from train.settings.server_config import ServedFeatures
@@ -132,7 +132,7 @@ class HeadsConfig(LossConfig):
                 "heads stage, or null for new heads"
             )
         first: Any = closest_stage(start, earlier, "heads")
-        require_whole(self.name, start, earlier)
+        require_merged(self.name, start, earlier)
         if first.backbone is not None:
             raise UserError(
                 f"stage {self.name} starts from the heads of {start}, but {start} also trained the "

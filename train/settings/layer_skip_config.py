@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from distill.settings import refuse
+from distill.student_settings import refuse
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.schema import Check, Losses, StageConfig
 from train.settings.text_settings import LossConfig

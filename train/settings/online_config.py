@@ -10,12 +10,12 @@ from decode.base.errors import UserError
 from decode.base.registry import registered_names
 from decode.base.strict import Strict
 from decode.draw.sampling_config import SamplingConfig
-from distill.settings import StudentConfig
+from distill.student_settings import StudentConfig
 from train.settings.drafter_stages import (
     drafts_in_parallel,
     has_other_tokenizer,
     heads_stage,
-    require_whole,
+    require_merged,
 )
 from train.settings.optimizer_config import OptimizerConfig
 from train.settings.schema import Check, Losses, NameIn, StageConfig
@@ -138,7 +138,7 @@ class OnlineStageConfig(StageConfig):
             raise UserError(f"stage {self.name}: the drafter {OTHER_TOKENIZER}")
         if start is None:
             return
-        require_whole(self.name, start, earlier)
+        require_merged(self.name, start, earlier)
         if heads_stage(start, earlier) is None:
             if drafts_in_parallel(start, earlier):
                 raise UserError(f"stage {self.name}: the drafter of {start} {PARALLEL}")

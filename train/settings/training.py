@@ -9,7 +9,7 @@ from pydantic import Field
 from decode.base.errors import UserError
 from decode.base.strict import Strict
 from decode.draw.sampling_config import SamplingConfig
-from distill.settings import LoraConfig
+from distill.student_settings import LoraConfig
 from train.settings.optimizer_config import GroupConfig, OptimizerConfig
 from train.settings.schema import Losses, Seed, StageConfig, closest_stage
 

@@ -38,11 +38,16 @@ from distill.teacher.cache_parts import (
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.stage import STAGES, Stage, StageMemory, StagePlan, StageResult, StageWork
-from train.data.answer_files import Answers, answer_counts, draw_number, prompt_key
+from train.data.answer_files import AnswerFiles, answer_counts, draw_number, prompt_key
 from train.data.corpus import SELF_PROMPTS
 from train.data.read import Example, select, spread, values
 from train.data.row_grammars import row_grammars
-from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
+from train.data.self_prompts import (
+    read_self_prompts,
+    require_template,
+    save_self_prompts,
+    write_prompts,
+)
 from train.data.turns import Turns
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server, require_states
@@ -169,7 +174,7 @@ class GenerateStage(Stage[GenerateConfig]):
         """Those whose prompts are answered."""
         config = self.config
         if config.self_prompts:
-            written = read_prompts(self.directory / SELF_PROMPTS)
+            written = read_self_prompts(self.directory / SELF_PROMPTS)
             return self.corpus.askable(written, f"prompts of {config.name}")
         answerable = self.corpus.answerable(config.split, config.name)
         if config.turns == "every":
@@ -205,7 +210,7 @@ class GenerateStage(Stage[GenerateConfig]):
                     progress=bar.update,
                 )
             if ranks.is_main:
-                save_prompts(directory, config.name, written)
+                save_self_prompts(directory, config.name, written)
                 remove_directory(drawn)
             left_out = "".join(f", {count} {reason}" for reason, count in written.dropped.items())
             self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
@@ -249,7 +254,7 @@ class GenerateStage(Stage[GenerateConfig]):
             note_checked(states, "states")
         return sum(ranks.gather(generated))
 
-    def _wanted(self, examples: Sequence[Example], ranks: Ranks) -> Answers:
+    def _wanted(self, examples: Sequence[Example], ranks: Ranks) -> AnswerFiles:
         """All answers to these examples. Every prompt is written now, so one that cannot be written
         is found before the first answer."""
 
@@ -263,9 +268,9 @@ class GenerateStage(Stage[GenerateConfig]):
         names = {"sampling", "max_new_tokens", "num_beams", "seed"}
         made_by = self.config.model_dump(mode="json", include=names)
         samples = self.config.samples
-        return Answers(self.directory, examples, samples, prompts, made_by, ranks.rank)
+        return AnswerFiles(self.directory, examples, samples, prompts, made_by, ranks.rank)
 
-    def _ask_server(self, wanted: Answers, numbers: Sequence[int]) -> tuple[int, Counter[str]]:
+    def _ask_server(self, wanted: AnswerFiles, numbers: Sequence[int]) -> tuple[int, Counter[str]]:
         """Let a server make the answers with these numbers. Returns the number of tokens that were
         generated, and how many answers were left out for which reason."""
         from train.engines.answers.server_answers import ask_missing  # needs the extra serve
@@ -293,7 +298,7 @@ class GenerateStage(Stage[GenerateConfig]):
         )
 
     def _answer_some(
-        self, wanted: Answers, numbers: Sequence[int], grammars: Mapping[str | None, Grammar]
+        self, wanted: AnswerFiles, numbers: Sequence[int], grammars: Mapping[str | None, Grammar]
     ) -> int:
         """Make the answers with these numbers, and keep them. Returns the number of tokens that
         were generated. grammars: by the schemas of rows."""
@@ -316,7 +321,7 @@ class GenerateStage(Stage[GenerateConfig]):
 
     def _write_states(
         self,
-        wanted: Answers,
+        wanted: AnswerFiles,
         answers: Mapping[int, list[int]],
         kept: Mapping[int, tuple[list[int], dict[int, Tensor]]],
     ) -> None:

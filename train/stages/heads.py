@@ -45,7 +45,7 @@ from train.loop.estimates import (
     time_limit,
     training_disk_bytes,
 )
-from train.loop.head_start import check_directory, start_directory
+from train.loop.head_start import check_start_directory, start_directory
 from train.loop.head_tree import calibrated_tree, require_tree
 from train.loop.meters.stage_flops import heads_flops
 from train.loop.trained_backbone import TrainedBackbone
@@ -89,7 +89,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     @classmethod
     def check(cls, config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
         if config.start is not None and config.starts_from_directory(earlier):
-            check_directory(config, config.start)
+            check_start_directory(config, config.start)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target

@@ -14,7 +14,7 @@ from heads.heads_module import Heads
 from train.base.stage import StageMemory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
-from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
+from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_disk_room
 from train.loop.backbone import StateSource
 from train.loop.estimates import batch_share
 from train.loop.open_caches import open_features
@@ -50,7 +50,7 @@ def planned_source(
     # A server needs room for one more token.
     longest = min(config.max_length, target.max_positions - 1)
     largest = file_bytes(bytes_per_token(target, engine_ids(target, layers)), longest)
-    require_room(largest, longest, server.max_bytes, processes)
+    require_disk_room(largest, longest, server.max_bytes, processes)
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
     what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "

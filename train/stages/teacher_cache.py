@@ -17,7 +17,7 @@ from distill.teacher.top_k_cache import (
     bytes_per_token,
     describe_teacher,
     top_k,
-    write_part,
+    write_top_k_part,
     write_vocabulary,
 )
 from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
@@ -66,7 +66,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
 
         def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
             signals = self._score(teacher, part)
-            write_part(self.directory, number, hashes, signals, vocab_size, made_with)
+            write_top_k_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
         _, speed, work = self.write_parts(samples, predicted, token_bytes, write, logits=vocab_size)

@@ -17,7 +17,7 @@ from decode.verification import Verification
 
 
 @dataclass
-class _Row:
+class _LookaheadRow:
     """window: int64 [N−1, W], one line per level; entry (0, 0) is the last token of the text. None:
     nothing was drafted yet. nodes: int64 [N−1, W], where they stand in the last draft, −1 for the
     last token of the text; parents: the same of their parents. pool: by its first token, the rest
@@ -55,8 +55,8 @@ class LookaheadDrafter(LookupDrafter):
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         require_whole(window=window, guesses=guesses, **{"ngram - 1": ngram - 1})
         self.window, self.ngram, self.guesses = window, ngram, guesses
-        self._rows: list[_Row] = []
-        self.per_row = {"_rows": lambda new: [_Row() for _ in new.lengths]}
+        self._rows: list[_LookaheadRow] = []
+        self.per_row = {"_rows": lambda new: [_LookaheadRow() for _ in new.lengths]}
         if self.max_nodes(0) > MOST_NODES:
             raise UserError(
                 f"window={window}, ngram={ngram}, guesses={guesses} give drafts of "
@@ -116,7 +116,7 @@ class LookaheadDrafter(LookupDrafter):
         for number in np.flatnonzero((stands_BM | (nodes_BM < 0)).all(1)):
             self._advance(rows[number], newest_BW[number])
 
-    def _advance(self, row: _Row, newest: np.ndarray) -> None:
+    def _advance(self, row: _LookaheadRow, newest: np.ndarray) -> None:
         """Put the window's n-grams into the pool, and make every level the one before. newest:
         int64 [W], the tokens after the last level."""
         assert row.window is not None

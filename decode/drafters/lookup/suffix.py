@@ -147,7 +147,7 @@ class SuffixTrie:
 
 
 @dataclass
-class _Row:
+class _SuffixRow:
     """begin: where the output begins. stored: how many tokens of the text its trie has."""
 
     trie: SuffixTrie
@@ -212,7 +212,7 @@ class SuffixDrafter(LookupDrafter):
         self.min_token_prob, self.min_score = min_token_prob, min_score
         self.tree_nodes = tree_nodes
         self.outputs = SuffixTrie(max_tree_depth)
-        self._rows: list[_Row] = []
+        self._rows: list[_SuffixRow] = []
         self.per_row = {"_rows": self._new_rows}
 
     @property
@@ -273,7 +273,7 @@ class SuffixDrafter(LookupDrafter):
             row.begin = length
         self._store(verification, rows)
 
-    def _store(self, verification: Verification, rows: Sequence[_Row]) -> None:
+    def _store(self, verification: Verification, rows: Sequence[_SuffixRow]) -> None:
         """Store the outputs of the rows whose text has ended."""
         contexts = verification.contexts
         ended = verification.ended if self.max_cached_requests else ()
@@ -295,5 +295,8 @@ class SuffixDrafter(LookupDrafter):
         super().add_rows(contexts, verification)
         self._observe_prefill(verification)
 
-    def _new_rows(self, contexts: Contexts) -> list[_Row]:
-        return [_Row(SuffixTrie(self.max_tree_depth), begin) for begin in contexts.lengths.tolist()]
+    def _new_rows(self, contexts: Contexts) -> list[_SuffixRow]:
+        return [
+            _SuffixRow(SuffixTrie(self.max_tree_depth), begin)
+            for begin in contexts.lengths.tolist()
+        ]

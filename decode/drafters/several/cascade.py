@@ -28,7 +28,7 @@ from decode.verification import Outcome, Verification
 Tail = tuple[np.ndarray, np.ndarray]
 
 
-def require_chains(drafter: Drafter, place: str) -> None:
+def require_chain_drafter(drafter: Drafter, place: str) -> None:
     """Raises UserError for a drafter of trees. place: what it is in the cascade."""
     if drafter.branches:
         raise UserError(
@@ -96,7 +96,7 @@ class VerticalCascade(Group):
         rounds: int | None = None,
     ) -> None:
         super().__init__([model, inner])
-        require_chains(inner, "inner drafter")
+        require_chain_drafter(inner, "inner drafter")
         require_tokens_only(inner, "inner drafter")
         require_rewind(model, "model")
         require_rewind(inner, "inner drafter")
@@ -232,7 +232,7 @@ class HorizontalCascade(Group):
     def __init__(self, first: Drafter, later: Drafter, *, depth: int = 1) -> None:
         super().__init__([first, later])
         for drafter, place in ((first, "first drafter"), (later, "later drafter")):
-            require_chains(drafter, place)
+            require_chain_drafter(drafter, place)
         require_tokens_only(later, "later drafter")
         require_rewind(later, "later drafter")
         require_whole(depth=depth)

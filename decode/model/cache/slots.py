@@ -27,7 +27,7 @@ from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
 
 
-class _Window:
+class _FedPass:
     """Where the current forward writes, and which slots its attention gets. All layers of one cache
     share it."""
 
@@ -83,16 +83,16 @@ class SlotLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(
-        self, number: int, stores: tuple[SlotMemory, SlotMemory], capacity: int, window: _Window
+        self, number: int, stores: tuple[SlotMemory, SlotMemory], capacity: int, fed: _FedPass
     ) -> None:
         super().__init__()
-        self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
+        self.number, self.stores, self.capacity, self.fed = number, stores, capacity, fed
         self.rows = 0
 
     @property
     def real(self) -> RealTokens | None:
         """The list of tokens that is fed. None: all tokens of the fed rows."""
-        return self.window.real
+        return self.fed.real
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
@@ -113,27 +113,27 @@ class SlotLayer(CacheLayerMixin):
         """Write keys and values of the fed tokens, [B, H, n, D] or [1, H, T, D]. Returns those of
         the slots that attention gets, [B, H, S, D]."""
         self.write(key_states, value_states)
-        return self.window.taken(self.keys), self.window.taken(self.values)
+        return self.fed.taken(self.keys), self.fed.taken(self.values)
 
     def write(self, key_states: Tensor, value_states: Tensor) -> None:
         """As `update`, without the slots that attention gets."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window = self.window
+        fed = self.fed
         for cache, new in ((self.keys, key_states), (self.values, value_states)):
             if not new.shape[3]:  # kept hidden states have no values
                 continue
-            if window.begin is not None:
-                cache[window.rows, :, window.begin : window.begin + new.shape[2]] = new
+            if fed.begin is not None:
+                cache[fed.rows, :, fed.begin : fed.begin + new.shape[2]] = new
             else:
-                rows, slots = window.slots_on(cache.device)
+                rows, slots = fed.slots_on(cache.device)
                 cache[rows, :, slots] = new.transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        return self.window.begin or 0
+        return self.fed.begin or 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.window.count, 0
+        return self.fed.count, 0
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -163,12 +163,12 @@ class Slots:
         self.allocated = rows, capacity  # rows, and slots of each
         # How many slots each allocated row has written. Copies need not touch the others.
         self._written = np.zeros(rows, dtype=np.int64)
-        self._window = _Window()
+        self._fed = _FedPass()
         # bool [2 C]: what a token sees of the slots is a part of it, C times True and then False.
         self._past = torch.zeros(0, dtype=torch.bool)
         self._stores = SlotMemory(layers, rows, capacity), SlotMemory(layers, rows, capacity)
         every = [
-            SlotLayer(number, self._stores, capacity, self._window)
+            SlotLayer(number, self._stores, capacity, self._fed)
             for number in range(layers + states)
         ]
         self.layers, self._states = every[:layers], every[layers:]
@@ -192,39 +192,39 @@ class Slots:
         all.
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
-        window = self._window
+        fed = self._fed
         starts = start.tolist()
         least, last = min(starts), max(starts)
-        window.fresh = not last
-        window.rows = slice(first, first + len(starts))
-        window.real = None
+        fed.fresh = not last
+        fed.rows = slice(first, first + len(starts))
+        fed.real = None
         if counts is not None and (counts < n).any():
-            window.real = RealTokens(counts, n, self.device)
+            fed.real = RealTokens(counts, n, self.device)
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
-        ends = start + (n if window.real is None else window.real.counts)
-        end = last + n if window.real is None else int(ends.max())
+        ends = start + (n if fed.real is None else fed.real.counts)
+        end = last + n if fed.real is None else int(ends.max())
         self.wrote(ends, first)
-        window.end = end if window.fresh else round_up_slots(end, self._step)
-        window.begin = None
-        window.read, window.count = slice(0, window.end), window.end
+        fed.end = end if fed.fresh else round_up_slots(end, self._step)
+        fed.begin = None
+        fed.read, fed.count = slice(0, fed.end), fed.end
         if sliding is not None:
             base = start if root is None else root
             capacity = self.allocated[1]
-            read = sliding.slots(base, ends, window.end, capacity, self._step)
+            read = sliding.slots(base, ends, fed.end, capacity, self._step)
             if isinstance(read, slice):
-                window.read, window.count = read, read.stop - read.start
+                fed.read, fed.count = read, read.stop - read.start
             else:
-                window.read, window.count = to_device(read, self.device), read.shape[1]
-        window.feed(start, n)
-        if window.real is None and least == last:
-            window.begin = least
+                fed.read, fed.count = to_device(read, self.device), read.shape[1]
+        fed.feed(start, n)
+        if fed.real is None and least == last:
+            fed.begin = least
         elif self.device.type != "cpu":  # before the pass, which may be a graph
-            window.slots_on(self.device)
+            fed.slots_on(self.device)
 
     @property
     def real(self) -> RealTokens | None:
         """The list of tokens that was placed last. None: all tokens of the fed rows."""
-        return self._window.real
+        return self._fed.real
 
     def wrote(self, ends: np.ndarray, first: int = 0) -> None:
         """The rows from `first` on may have written the slots below these, int [B]. What writes
@@ -264,11 +264,11 @@ class Slots:
         chain. sliding: None: a token sees all of the text. depth_BN: how many positions each fed
         token is after the first slot of the tree; None: as many as it has ancestors there.
         """
-        inside_window = sliding is None or self._window.end <= sliding.size
-        alone = n == 1 and self._step == 1 and self._window.begin is not None
-        if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
+        inside_window = sliding is None or self._fed.end <= sliding.size
+        alone = n == 1 and self._step == 1 and self._fed.begin is not None
+        if ancestors_BNM is None and inside_window and (self._fed.fresh or alone):
             return None
-        read, begin = self._window.read, self._window.begin
+        read, begin = self._fed.read, self._fed.begin
         slots = read  # [S] or [B, S]
         if isinstance(slots, slice):
             if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
@@ -279,7 +279,7 @@ class Slots:
                 trees = None if ancestors_BNM is None else ancestors_BNM.numpy()
                 return self._mask_on_host(base_B1[:, 0] - slots.start, n, trees)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
-        rows, real = base_B1.shape[0], self._window.real
+        rows, real = base_B1.shape[0], self._fed.real
         if ancestors_BNM is None:
             depth_BN = torch.arange(n, device=self.device)[None]
         else:
@@ -317,8 +317,8 @@ class Slots:
         """As `mask`, without a window on a CPU: few rows are copied, without the many operations
         that do all at once. base_B: counted from the first slot that attention gets. trees_BNM:
         bool, the ancestors; None: chains."""
-        window, (rows,) = self._window, base_B.shape
-        real, count = window.real, window.count
+        fed, (rows,) = self._fed, base_B.shape
+        real, count = fed.real, fed.count
         bounds = range(0, (rows + 1) * n, n) if real is None else real.bounds.tolist()
         seen = np.zeros((bounds[-1], count), dtype=bool)
         for row, base in enumerate(base_B.tolist()):

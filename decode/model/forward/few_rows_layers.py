@@ -251,7 +251,7 @@ class FewRowsPass:
             mlp,
         )
         if attention and mask.watch is not None:
-            seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
+            seen = slots.fed.taken(slots.keys), slots.fed.taken(slots.values)
             mask.watch(self._queries(layer), *seen, layer.scale)
         return result
 
@@ -354,18 +354,18 @@ class FewRowsPass:
         mask: Tensor | None,
         slots: SlotLayer,
     ) -> _Pass:
-        window, real, (cos, sin, turns) = slots.window, self._real, rotation.tables
+        fed, real, (cos, sin, turns) = slots.fed, self._real, rotation.tables
         tokens, most = self._states.shape[0] * self._states.shape[1], self._most
         assert slots.strides[2:] == (layer.parts.head_size, 1)
         normed, qkv, mixed, gated, between = self._places
         turn_row, turn_column = turns.stride()
         made = _Pass(
-            texts=len(window.starts),
-            text=window.rows.start,
+            texts=len(fed.starts),
+            text=fed.rows.start,
             most=most,
             tokens=tokens,
-            slots=window.count,
-            starts=torch.from_numpy(window.starts).data_ptr(),
+            slots=fed.count,
+            starts=torch.from_numpy(fed.starts).data_ptr(),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             turns=turns.data_ptr(),
@@ -380,7 +380,7 @@ class FewRowsPass:
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, turns, window.starts
+        self._kept += cos, sin, turns, fed.starts
         if real is not None:
             counts = np.ascontiguousarray(real.counts, dtype=np.int64)
             made.counts = torch.from_numpy(counts).data_ptr()
@@ -392,10 +392,10 @@ class FewRowsPass:
                 row, _, made.mask_column, _ = mask.stride()
             made.mask, made.mask_row = mask.data_ptr(), row if mask.shape[0] > 1 else 0
             self._kept.append(mask)
-        if isinstance(window.read, slice):
-            made.begin_read = window.read.start
+        if isinstance(fed.read, slice):
+            made.begin_read = fed.read.start
         else:
-            read = window.read.contiguous()
+            read = fed.read.contiguous()
             made.read_text = read.stride(0)
             made.read = read.data_ptr() - made.text * read.stride(0) * read.itemsize
             self._kept.append(read)

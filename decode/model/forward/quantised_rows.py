@@ -93,7 +93,7 @@ class QuantisedRows:
         return torch.from_numpy(np.concatenate(parts, -1)).flatten(1)
 
 
-def rows_of(blocks: Blocks) -> QuantisedRows:
+def unpacked_rows(blocks: Blocks) -> QuantisedRows:
     """The rows that `QuantisedRows.blocks` packed."""
     form = FORMS[blocks.form - FIRST]
     scale_bytes = OUTPUTS * (4 if form.whole else 2)
@@ -289,5 +289,5 @@ def own_blocks(weights: Sequence[Tensor]) -> Blocks | None:
 def unpacked(blocks: Blocks, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of packed blocks in any form but that of whole bytes."""
     if FIRST <= blocks.form < few_rows.TWELVE:
-        return torch.from_numpy(rows_of(blocks).numbers()).to(dtype)
+        return torch.from_numpy(unpacked_rows(blocks).numbers()).to(dtype)
     return few_rows.unpacked_blocks(blocks.data, dtype)

@@ -23,8 +23,8 @@ T = TypeVar("T")
 class Mistake(ABC):
     """says: what goes wrong. remedy: one sentence. seen: where it was found, with its source; ""
     if it is known from no public thread. engines: those it was seen in, by the names of
-    `draftsmith.auditing.drafts.COUNTING`, which are likelier to make it. tokens: of an answer that
-    the server is asked for."""
+    `draftsmith.auditing.engine_acceptance.COUNTING`, which are likelier to make it. tokens: of an
+    answer that the server is asked for."""
 
     says: ClassVar[str]
     remedy: ClassVar[str]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 from decode.base.device import dtype_name
 from decode.base.registry import Registry
 from decode.model.loading import Target
-from draftsmith.export.acceptance import Counting
+from draftsmith.export.compare_acceptance import Counting
 from train.engines.launch import launched
 from train.settings.server_config import ServerConfig
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from draftsmith.export.acceptance import Counting
+from draftsmith.export.compare_acceptance import Counting
 from draftsmith.export.engines import ENGINES, Engine, EngineTask
 from train.engines.child_process import model_directory, package_version, python_of, serving
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.model.loading import target_gguf
-from draftsmith.export.acceptance import Counting
+from draftsmith.export.compare_acceptance import Counting
 from draftsmith.export.engines import ENGINES, Engine, EngineTask, started
 from draftsmith.export.formats import layout_of
 from draftsmith.export.formats.gguf_layout import open_gguf

@@ -37,10 +37,10 @@ from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
     LAYER_KEYS,
+    ids_of_offsets,
     map_problems,
     map_value_problems,
     row_problems,
-    token_ids,
 )
 from draftsmith.export.formats.tensor_table import OWN_OUTPUT, TensorRow, layer_rows, map_rows
 from draftsmith.export.published import Checkpoint
@@ -299,7 +299,7 @@ class DFlashLayers(LayerFormat):
             return {}, problems
         table = output_layer(target.model).weight.detach()
         if "d2t" in tensors:
-            table = table[token_ids(tensors["d2t"]).to(table.device)]
+            table = table[ids_of_offsets(tensors["d2t"]).to(table.device)]
         problems = row_problems(OUTPUT, tensors.pop(OUTPUT, None), table, "output layer")
         keys = ("num_hidden_layers", "block_size", *self.draft_expected())
         return {key: contents[key] for key in keys} | {ROWS: len(table)}, problems

@@ -21,14 +21,14 @@ from draftsmith.export.formats import ExportJob, ImportJob, Restored, export_fac
 from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
-    differences,
     head_problems,
+    ids_of_offsets,
+    layer_differences,
     plain_name,
     published_window,
     row_problems,
     sound_settings,
     stated_tokens,
-    token_ids,
 )
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import expected_tensors, read_state
@@ -130,7 +130,7 @@ class LayerFormat(TableFormat):
         """Rebuild the heads' options, draft vocabulary and state. depth: None for the usual one.
         others: options that the config does not tell alone; None for the usual ones."""
         state = read_state(self.table(config), tensors)
-        ids = token_ids(tensors["d2t"]) if "d2t" in tensors else None
+        ids = ids_of_offsets(tensors["d2t"]) if "d2t" in tensors else None
         options = {"type": self.kinds[0], **self.options(config, state, target)}
         if self.depth_option:
             others[self.depth_option] = depth
@@ -217,7 +217,7 @@ class LayerFormat(TableFormat):
                 f"--depth is {job.depth}, but {checkpoint.source} drafts blocks of {heads.depth} "
                 "tokens; leave it out"
             )
-        notes = differences(layer, layers.get("captured_layers"))
+        notes = layer_differences(layer, layers.get("captured_layers"))
         return Restored.of_heads(heads, target, notes)
 
 

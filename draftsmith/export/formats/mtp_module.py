@@ -44,8 +44,8 @@ from heads.mtp_checkpoint import (
     check_module,
     checkpoint_directory,
     has_module,
-    layout_of,
     module_heads,
+    mtp_layout_of,
     named_as_stored,
     own_layers,
     read_module,
@@ -71,7 +71,7 @@ class MtpModule(Format):
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.loaded_target
         heads: Any = job.drafter.heads(self.name, target)
-        layout = layout_of(target.model.config, target.name)
+        layout = mtp_layout_of(target.model.config, target.name)
         source = checkpoint_directory(target)
         old = stored_module(source, layout, own_layers(target.model))
         new = named_as_stored(heads, target.model, heads.state_dict())
@@ -123,7 +123,7 @@ class MtpModule(Format):
     def restored(self, job: ImportJob) -> Restored:
         options = {} if job.depth is None else {"depth": job.depth}
         heads = read_module(job.target, options, job.checkpoint.directory)
-        count, layout = len(heads.layers), layout_of(job.target.model.config, job.target.name)
+        count, layout = len(heads.layers), mtp_layout_of(job.target.model.config, job.target.name)
         notes = [
             f"the checkpoint has a module of {count} layer{'s' if count > 1 else ''}: "
             f"{sum(x.numel() for x in heads.parameters()):,} parameters",

@@ -375,7 +375,7 @@ def captured_layers(
     return None if tuple(outputs) == usual else outputs
 
 
-def differences(layer: LayerSettings | None, captured: list[int] | None) -> list[str]:
+def layer_differences(layer: LayerSettings | None, captured: list[int] | None) -> list[str]:
     """Return notes on how a drafter's layer differs from what its target's sizes suggest."""
     notes = []
     if layer is not None:
@@ -395,7 +395,7 @@ def map_value_problems(weights: dict[str, Tensor], vocab_size: int) -> list[str]
     """Return the problems with the values of maps of the right kinds and shapes."""
     if "d2t" not in weights:
         return []
-    ids = token_ids(weights["d2t"])
+    ids = ids_of_offsets(weights["d2t"])
     if not are_ascending_ids(ids, vocab_size):
         problem = "d2t does not give distinct token ids in ascending order"
         if are_ascending_ids(weights["d2t"], vocab_size):
@@ -430,7 +430,7 @@ def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list
             tensors.pop("d2t", None)
             tensors.pop("t2d", None)
     if not problems and "d2t" in tensors:
-        ids, order = token_ids(tensors["d2t"]).sort()
+        ids, order = ids_of_offsets(tensors["d2t"]).sort()
         if are_ascending_ids(ids, vocab_size):
             tensors["d2t"] = ids - torch.arange(rows)
             for name in ROWS_OF_TOKENS & tensors.keys():
@@ -448,6 +448,6 @@ def vocabulary_maps(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
     return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
 
 
-def token_ids(offsets: Tensor) -> Tensor:
+def ids_of_offsets(offsets: Tensor) -> Tensor:
     """Return the token ids of a map, int64 [V']: offsets plus rows."""
     return offsets + torch.arange(len(offsets))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from train.data.answer_files import Answers, draw_number
+from train.data.answer_files import AnswerFiles, draw_number
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.engines.answers.check_model import check_model
@@ -33,7 +33,7 @@ Kept = tuple[list[int], dict[int, Tensor]]  # tokens that were read, and [n, H] 
 
 
 def ask_missing(
-    wanted: Answers,
+    wanted: AnswerFiles,
     numbers: Sequence[int],
     corpus: Corpus,
     target: Target,

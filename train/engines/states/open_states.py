@@ -23,7 +23,7 @@ from train.data.stored_samples import StoredSamples
 from train.engines.ask_servers import Unanswered
 from train.engines.launch import engine_in_words, launched
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
-from train.engines.states.served_states import EngineLayers, ServedStates, require_room
+from train.engines.states.served_states import EngineLayers, ServedStates, require_disk_room
 from train.measure.ranks import Ranks
 from train.settings.server_config import StatesServer
 
@@ -60,7 +60,7 @@ def served_states(
             f"has {target.max_positions} positions; set max_length to {target.max_positions - 1} "
             "or less"
         )
-    require_room(reader.size(longest), longest, config.max_bytes, ranks.world)
+    require_disk_room(reader.size(longest), longest, config.max_bytes, ranks.world)
     with ExitStack() as stack:
         files = ranks.together(lambda: _files(config, directory, ranks, stack))
         total = sum(reader.size(length) for length in samples.lengths.tolist())

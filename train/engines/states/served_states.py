@@ -146,7 +146,7 @@ def file_bytes(token_bytes: int, tokens: int) -> int:
     return HEADER_BYTES + tokens * (token_bytes + ID_BYTES)
 
 
-def require_room(largest: int, tokens: int, max_bytes: int, processes: int) -> None:
+def require_disk_room(largest: int, tokens: int, max_bytes: int, processes: int) -> None:
     """Raise UserError unless each of `processes` may have the largest file in its share of
     `max_bytes`. tokens: the tokens of the sample in that file."""
     if largest > max_bytes // processes:

@@ -3,7 +3,7 @@
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from draftsmith.auditing.findings import Finding, Judgement
-from draftsmith.export.acceptance import (
+from draftsmith.export.compare_acceptance import (
     FEWEST_TOKENS,
     Acceptance,
     Counting,
@@ -24,7 +24,7 @@ COUNTING = {
 }
 
 
-def read(url: str, key: str | None) -> EngineCounters | None:
+def counters_if_shown(url: str, key: str | None) -> EngineCounters | None:
     """The engine's counters once they stand still, or those that it shows after a while; None if
     it shows none."""
     try:
