@@ -53,7 +53,7 @@ def test_rooms_of_a_package_use_each_other_one_way() -> None:
     ("walk", "most"),
     [
         (walk_of_a_decode_step, 5700),
-        (walk_of_a_distillation_step, 2475),
+        (walk_of_a_distillation_step, 2710),
         (walk_of_a_heads_step, 3916),
     ],
 )

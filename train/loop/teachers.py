@@ -13,8 +13,7 @@ from decode.model.loading import Target
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.dev_features import dev_features
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.linear_logits import split_model
-from distill.teacher.live_teacher import LiveTeacher, StatesTeacher, TeacherSource
+from distill.teacher.live_teacher import LiveTeacher, TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.batches import Inputs, collate, inputs
 from train.data.chat_tokens import Sample
@@ -35,7 +34,7 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
     """The target's mean probability of tokens outside `ids`, over the predicted tokens of a few of
     the samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this
     value."""
-    teacher = LiveTeacher(split_model(target.model))
+    teacher = LiveTeacher(target.model)
     kept = ids.to(target.device)
     lost, count = 0.0, 0
     for sample in spread(samples, LOST_MASS_SAMPLES):
@@ -50,31 +49,27 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
 
 def teacher_of(
     target: PreTrainedModel,
-    source: LiveWindow | LiveFeatures | Cache | None,
+    source: LiveWindow | LiveFeatures | Cache,
     vocabulary: Tensor | None,
     *,
     tokens: int,
     clock: TrainingClock,
 ) -> TeacherSource:
-    """The teacher: on the results of `source` if there is one, otherwise the live target. A target
-    with an encoder needs a source.
+    """The teacher on the results of `source`.
 
     vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
     of the output layer. clock: records the teacher's time as `teacher`.
     """
     if isinstance(source, CachedTeacher):
         return source
-    model = split_model(target)
-    if source is not None:
-        return StatesTeacher(
-            model, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
-        )
-    return LiveTeacher(model, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher"))
+    return LiveTeacher(
+        target, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
+    )
 
 
 def dev_teacher(model: PreTrainedModel, sources: Sources | None = None) -> LiveTeacher:
     """The teacher of figures on dev text. sources: what the encoder reads; None: it has none."""
-    return StatesTeacher(split_model(model), dev_features(model, [FINAL], sources))
+    return LiveTeacher(model, dev_features(model, [FINAL], sources))
 
 
 def step_of(

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +36,6 @@ from train.loop.live_window import LiveWindow, look_ahead_of
 from train.loop.meters.stage_flops import distill_flops
 from train.loop.open_caches import Cache, open_cache
 from train.loop.teachers import (
-    Sources,
     dev_teacher,
     padded,
     step_of,
@@ -203,7 +201,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         source: LiveWindow | LiveFeatures | Cache | None = None
         sources = student.read(samples)
         if loss.needs_teacher:
-            source = cache or self._live_features(clock, sources)
+            source = cache or self.live_states([FINAL], config.loop, clock, sources)
             teacher = teacher_of(model, source, vocabulary, tokens=tokens, clock=clock)
 
         module = student.module(loss, vocabulary, config.chunk_tokens)
@@ -238,19 +236,6 @@ class DistillStage(TrainingStage[DistillConfig]):
         return distill_flops(
             student.model, self.target.model, runs_target=runs_target, reads_logits=reads_logits
         )
-
-    def _live_features(
-        self, clock: TrainingClock, sources: Sources | None
-    ) -> LiveWindow | LiveFeatures | None:
-        """The live teacher's hidden states, if it runs over the next batches together, or reads
-        sources too. sources: what the encoder reads for each sample."""
-        config = self.config
-        if config.tokens_per_pass is None and sources is None:
-            return None
-        live = LiveFeatures(
-            self.target.model, [FINAL], timed=partial(clock, "teacher"), sources=sources
-        )
-        return self.in_windows(live, config.loop)
 
     def _text(self, trained: Trainable, samples: Sequence[Sample]) -> Text:
         if self.config.on_policy is None:
