@@ -16,6 +16,7 @@ from distill.flops import TextFlops
 from distill.students import Student, make_student, student_kind
 from distill.students.student_start import checkpoint_layers, choose_trained, start_provenance
 from distill.teacher.feature_sources import LiveFeatures
+from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.live_teacher import TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable, linear_sizes
@@ -57,13 +58,13 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
-        kind = student_kind(config, encoder=self.target.has_encoder)
+        student_kind(config, encoder=self.target.has_encoder)  # refuses settings
         if config.dev is not None:
             require_dev_text(config.dev, self.corpus, stage=config.name)
         if config.draft_vocabulary is not None or (
             config.needs_teacher and config.teacher == "live"
         ):
-            kind.check_teacher(self.target)
+            require_linear_logits(self.target.model)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
         steps = steps_in_words(tokens, config.loop, config.optimizer)
         amount = f"{config.loop.epochs} epochs, {steps}"
