@@ -1,7 +1,6 @@
 """A step of a distillation, its teachers, and what a draft vocabulary loses of the teacher."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +11,10 @@ from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.dev_features import dev_features
-from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.live_teacher import LiveTeacher, TeacherSource
-from distill.teacher.top_k_cache import CachedTeacher
 from train.data.batches import Inputs, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
-from train.loop.live_window import LiveWindow
-from train.loop.open_caches import Cache
 from train.loop.trainer import TrainingClock
 from train.loop.training_task import Step
 
@@ -45,26 +40,6 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
         lost += float((1 - logits.float().softmax(-1)[:, kept].sum(-1)).sum())
         count += predicted
     return lost / count
-
-
-def teacher_of(
-    target: PreTrainedModel,
-    source: LiveWindow | LiveFeatures | Cache,
-    vocabulary: Tensor | None,
-    *,
-    tokens: int,
-    clock: TrainingClock,
-) -> TeacherSource:
-    """The teacher on the results of `source`.
-
-    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
-    of the output layer. clock: records the teacher's time as `teacher`.
-    """
-    if isinstance(source, CachedTeacher):
-        return source
-    return LiveTeacher(
-        target, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
-    )
 
 
 def dev_teacher(model: PreTrainedModel, sources: Sources | None = None) -> LiveTeacher:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from distill.students import Student, make_student, student_kind
 from distill.students.student_start import checkpoint_layers, choose_trained, start_provenance
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.linear_logits import require_linear_logits
-from distill.teacher.live_teacher import TeacherSource
+from distill.teacher.live_teacher import LiveTeacher, TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable, linear_sizes
 from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
@@ -40,7 +41,6 @@ from train.loop.teachers import (
     dev_teacher,
     padded,
     step_of,
-    teacher_of,
 )
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
@@ -203,7 +203,12 @@ class DistillStage(TrainingStage[DistillConfig]):
         sources = student.read(samples)
         if loss.needs_teacher:
             source = cache or self.live_states([FINAL], config.loop, clock, sources)
-            teacher = teacher_of(model, source, vocabulary, tokens=tokens, clock=clock)
+            timed = partial(clock, "teacher")
+            teacher = (
+                source
+                if isinstance(source, CachedTeacher)
+                else LiveTeacher(model, source, vocabulary=vocabulary, tokens=tokens, timed=timed)
+            )
 
         module = student.module(loss, vocabulary, config.chunk_tokens)
         dev = None
