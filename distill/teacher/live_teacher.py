@@ -42,8 +42,8 @@ class LiveTeacher:
     the number of ids that are tokens. The logits then cover only the first `tokens` rows, without
     the padding.
 
-    timed(): a context in which the teacher does its work, so that callers can time it. Raises
-    UserError as `linear_logits`.
+    timed(): a context in which the output layer runs, and without `states` the target too, so that
+    callers can time them. Raises UserError as `linear_logits`.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class LiveTeacher:
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         logits = linear_logits(target)
-        self._states, self._timed = states or LiveFeatures(target, [FINAL]), timed
+        self._states = states or LiveFeatures(target, [FINAL], timed=timed)
+        self._timed = timed
         rows: Tensor | slice | None = vocabulary
         if rows is None and tokens is not None and tokens < len(logits.output.weight):
             rows = slice(tokens)
@@ -67,9 +68,8 @@ class LiveTeacher:
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Callable[[slice], TeacherLogits]:
         """See `TeacherSource`. The logits of a slice are computed on request."""
-        with self._timed():
-            states = self._states.features(input_ids, attention_mask, ids)[FINAL]
-            hidden = states[loss_mask[:, 1:].nonzero(as_tuple=True)]
+        states = self._states.features(input_ids, attention_mask, ids)[FINAL]
+        hidden = states[loss_mask[:, 1:].nonzero(as_tuple=True)]
 
         @torch.no_grad()
         def teacher(part: slice) -> TeacherLogits:
