@@ -16,8 +16,7 @@ from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.short_attention import trained_attention
-from distill.teacher.linear_logits import split_model
-from distill.teacher.live_teacher import SplitModel, added_bias
+from distill.teacher.linear_logits import LinearLogits, added_bias, linear_logits
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
 from distill.tied_gradient import TiedWeight
 
@@ -48,7 +47,7 @@ class Distillation(nn.Module):
         text_ids: int | None = None,
     ) -> None:
         super().__init__()
-        split_model(student)  # raises if logits need more than a linear layer
+        linear_logits(student)  # raises if logits need more than a linear layer
         self.student = student
         self.vocab_size: int = student.config.get_text_config().vocab_size
         ids = text_ids or self.vocab_size
@@ -161,7 +160,7 @@ class Distillation(nn.Module):
         layer = self.student.get_output_embeddings()
         if isinstance(layer, LowRankLinear):
             hidden, layer = layer.down(hidden), layer.up
-        weight, bias = SplitModel(None, layer, added_bias(self.student)).rows(rows)
+        weight, bias = LinearLogits(layer, added_bias(self.student)).rows(rows)
         tied = self.tied.tensor
         if tied is not None:
             weight = tied if rows is None else tied[rows]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
-from distill.teacher.live_teacher import SplitModel
+from distill.teacher.live_teacher import LiveTeacher
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Drift:
 
 @torch.no_grad()
 def measure_drift(
-    original: SplitModel,
-    new: SplitModel,
+    original: PreTrainedModel,
+    new: PreTrainedModel,
     batches: Iterable[tuple[Tensor, Tensor, Tensor]],
     *,
     chunk: int = 128,
@@ -55,16 +55,13 @@ def measure_drift(
     token counts. Log-probabilities are float32, sums are float64.
     """
     kl, before, after, tokens = 0.0, 0.0, 0.0, 0
+    teachers = [LiveTeacher(model) for model in (original, new)]
     for ids, attention, mask in batches:
-        predicted = mask[:, 1:]
-        states = [m.hidden(ids, attention)[:, :-1][predicted] for m in (original, new)]
-        labels = ids[:, 1:][predicted]
+        signals = [teacher.signal(ids, attention, mask, []) for teacher in teachers]
+        labels = ids[:, 1:][mask[:, 1:]]
         for begin in range(0, len(labels), chunk):
             part = slice(begin, begin + chunk)
-            log_p, log_q = (
-                linear(x[part], m.output.weight, m.output.bias).float().log_softmax(-1)
-                for x, m in zip(states, (original, new), strict=True)
-            )
+            log_p, log_q = (signal(part).logits.float().log_softmax(-1) for signal in signals)
             chunk_labels = labels[part, None]
             kl += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
             before -= float(log_p.gather(1, chunk_labels).sum(dtype=torch.float64))

@@ -21,7 +21,7 @@ from distill.chunked_loss import LossSum, TokenLoss
 from distill.float32_products import product
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
-from distill.teacher.live_teacher import output_rows
+from distill.teacher.linear_logits import output_rows
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
 from heads.heads_module import HeadBatch, Heads, Prediction, output_layer, shift_left
 

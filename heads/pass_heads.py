@@ -54,8 +54,6 @@ class PassHeads(Heads):
     lookahead: [k, H], as the target's layer of embeddings would return them.
     """
 
-    captured_layers = (FINAL,)  # head 1 predicts from it
-
     @classmethod
     def for_target(cls, options: Any, target: Target) -> Any:
         require_no_states(target.model)

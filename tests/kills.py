@@ -1,5 +1,6 @@
-"""Kills of a process at its changes to the disk."""
+"""Kills of a process at its changes to the disk, and a disk that is full."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -25,3 +26,19 @@ def kill_at_change(n: int, *more: tuple[ModuleType, str]) -> None:
     changes = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
     for place, name in (*((os, change) for change in changes), *more):
         setattr(place, name, counted(getattr(place, name)))
+
+
+class FullDisk:
+    """Fails from the n-th write on: a full disk stays full."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left <= 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return function(*args, **kwargs)
+
+        return wrapped

@@ -1,10 +1,9 @@
-"""A relay on loopback between an edge and a verification server: delay, jitter, bandwidth, faults.
+"""A relay on loopback between an edge and a verification server: delay and faults.
 
 It forwards WebSocket frames, so it can tell one message from another.
 """
 
 import asyncio
-import random
 import threading
 import time
 from collections import Counter
@@ -26,12 +25,10 @@ ChooseFate = Callable[[bytes, bool], Fate]
 class Relay:
     """Forwards connections to a server on this machine. Use it as a context.
 
-    port: of the server, which may change. rtt: seconds of a round trip. jitter: the most seconds
-    that a frame takes longer; frames stay in order. bandwidth: bytes per second in each direction;
-    None: any. fate: of a frame, by its bytes and whether it goes up to the server.
-    stall: seconds that a stall lasts.
+    port: of the server, which may change. rtt: seconds of a round trip. fate: of a frame, by its
+    bytes and whether it goes up to the server. stall: seconds that a stall lasts.
 
-    frames, bytes: what was passed on. fates: how many frames met each fate but "pass".
+    fates: how many frames met each fate but "pass".
     """
 
     def __init__(
@@ -39,16 +36,11 @@ class Relay:
         port: int,
         *,
         rtt: float = 0.0,
-        jitter: float = 0.0,
-        bandwidth: float | None = None,
         fate: ChooseFate = lambda frame, up: "pass",
         stall: float = 1.0,
     ) -> None:
-        self.port, self.rtt, self.jitter, self.bandwidth = port, rtt, jitter, bandwidth
-        self.fate, self.stall = fate, stall
+        self.port, self.rtt, self.fate, self.stall = port, rtt, fate, stall
         self.fates: Counter[Fate] = Counter()
-        self.frames = self.bytes = 0
-        self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._bound = bind("127.0.0.1", 0)
         self._started, self._stopping = threading.Event(), asyncio.Event()
@@ -111,22 +103,18 @@ class Relay:
         """Pass frames on, each at its moment. Ends when the line is to be cut."""
         queue: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()  # None: the end
         writing = asyncio.create_task(self._write(queue, sink))
-        free = due = 0.0  # when the line is free, and when the last frame arrives
         try:
             async for frame in source:
                 fate = self.fate(frame, up)
                 if fate != "pass":
                     self.fates[fate] += 1
                 if fate == "cut before":
-                    queue.put_nowait((due, None))
+                    queue.put_nowait((0.0, None))
                     await writing
                     return
                 if fate == "stall":
                     await asyncio.sleep(self.stall)
-                free = max(free, time.monotonic())
-                if self.bandwidth is not None:
-                    free += len(frame) / self.bandwidth
-                due = max(due, free + self.rtt / 2 + self._random.uniform(0, self.jitter))
+                due = time.monotonic() + self.rtt / 2
                 for _ in range(2 if fate == "twice" else 1):
                     queue.put_nowait((due, frame))
                 if fate == "cut after":
@@ -150,5 +138,3 @@ class Relay:
                 await sink.send(frame)
             except ConnectionClosed:
                 return
-            self.frames += 1
-            self.bytes += len(frame)

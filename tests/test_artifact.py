@@ -30,7 +30,7 @@ from decode.base.artifact import (
     write_file,
 )
 from decode.base.errors import UserError
-from tests.kills import kill_at_change
+from tests.kills import FullDisk, kill_at_change
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"model.bin": bytes(range(256)) * 4, "state/rng.json": b'{"seed": 1}', ".hidden": b"x" * 9}
@@ -269,26 +269,16 @@ def test_newest_complete_falls_back(tmp_path: Path) -> None:
 # --- full disks -----------------------------------------------------------------------------------
 
 
-class FailAt:
-    """Counts calls and raises ENOSPC at the n-th and all later ones: a full disk stays full."""
+def opening(disk: FullDisk) -> Callable[..., Any]:
+    """`open`, whose files are on this disk."""
 
-    def __init__(self, n: int) -> None:
-        self.n, self.calls = n, 0
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if self.calls >= self.n:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    def open(self, file: Any, mode: str = "r") -> Any:
+    def opened(file: Any, mode: str = "r") -> Any:
         stream: Any = builtins.open(file, mode)  # noqa: SIM115 - the caller closes it
         if "r" not in mode:
-            stream.write = self.wrap(stream.write)
+            stream.write = disk(stream.write)
         return stream
+
+    return opened
 
 
 @pytest.mark.parametrize("previous", [True, False])
@@ -299,12 +289,12 @@ def test_full_disk_at_every_write(
     if previous:
         write(path, 1)
     for n in range(1, 100):
-        disk = FailAt(n)
+        disk = FullDisk(n)
         with monkeypatch.context() as patch:
-            patch.setattr(artifact, "open", disk.open, raising=False)
-            patch.setattr(Path, "write_bytes", disk.wrap(Path.write_bytes))
-            patch.setattr(os, "mkdir", disk.wrap(os.mkdir))
-            patch.setattr(os, "fsync", disk.wrap(os.fsync))
+            patch.setattr(artifact, "open", opening(disk), raising=False)
+            patch.setattr(Path, "write_bytes", disk(Path.write_bytes))
+            patch.setattr(os, "mkdir", disk(os.mkdir))
+            patch.setattr(os, "fsync", disk(os.fsync))
             try:
                 write(path, 2)
             except UserError as error:

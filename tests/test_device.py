@@ -25,7 +25,6 @@ from decode.verification import Verification
 from distill.distillation_loss import Distillation
 from distill.early_exit import EarlyExitTraining
 from distill.losses import WeightedLoss
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from heads.head_training import HeadTraining
 from heads.joint_training import JointTraining
@@ -453,7 +452,7 @@ def test_a_distillation_step_waits_twice_for_each_model() -> None:
     texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "loss_mask": answered}
 
     def steps(move: Callable[[Any], Any]) -> Iterator[Tensor]:
-        teacher = LiveTeacher(split_model(move(tiny_model("llama", layers=LAYERS))))
+        teacher = LiveTeacher(move(tiny_model("llama", layers=LAYERS)))
         student = move(tiny_model("llama", seed=7, layers=1))
         losses = WeightedLoss({"forward_kl": 1.0, "cross_entropy": 0.1})
         distillation = Distillation(student, losses)

@@ -15,7 +15,7 @@ from decode.model.pretrained import decoder_config
 from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens, token_counts
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.linear_logits import require_linear_logits, split_model
+from distill.teacher.linear_logits import linear_logits, require_linear_logits
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.teacher.top_k_cache import top_k
@@ -170,7 +170,7 @@ def test_a_fresh_student_of_a_nested_config_is_deeper_or_shallower(depth: int):
 def test_a_model_that_does_more_than_a_linear_layer_is_refused():
     capped = tiny_model("llama")
     capped.lm_head.register_forward_hook(lambda module, inputs, output: output.tanh())
-    split_model(capped)  # a hook on the layer itself is part of the layer
+    linear_logits(capped)  # a hook on the layer itself is part of the layer
     model = tiny_model("llama")
     original = model.forward
 
@@ -181,7 +181,7 @@ def test_a_model_that_does_more_than_a_linear_layer_is_refused():
 
     model.forward = scaled
     with pytest.raises(UserError, match="more than a linear layer"):
-        split_model(model)
+        linear_logits(model)
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
@@ -220,7 +220,7 @@ def test_distillation_loss_is_that_of_each_row_alone():
     lengths = [(4, 6), (9, 2), (3, 11)]
     batch = batch_of(lengths)
     module = Distillation(student, ALL_TERMS, chunk=5)
-    teacher = LiveTeacher(split_model(target))
+    teacher = LiveTeacher(target)
     loss, parts = module(**batch, teacher=teacher.signal(**batch, ids=["a", "b", "c"]))
 
     expected = 0.0
@@ -280,7 +280,7 @@ def test_reduced_distillation_is_over_the_renormalised_target():
     expected = ALL_TERMS.values(whole[:, ids], TeacherLogits(against[:, ids]), rows).sum(-1)
 
     reduce_output(student, ids)
-    teacher = LiveTeacher(split_model(target), vocabulary=ids)
+    teacher = LiveTeacher(target, vocabulary=ids)
     module = Distillation(student, ALL_TERMS, vocabulary=ids)
     _, parts = module(**batch, teacher=teacher.signal(**batch, ids=["a"]))
     torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-6)
@@ -301,8 +301,7 @@ def test_distillation_leaves_padding_out(target_rows, rows):
     labels = batch["input_ids"][0, 4:10].clone()
     labels[1] = -100
     expected = ALL_TERMS.values(whole, TeacherLogits(against[:, :280]), labels).sum(-1)
-    split = split_model(target)
-    signal = LiveTeacher(split, tokens=280).signal(**batch, ids=["a"])
+    signal = LiveTeacher(target, tokens=280).signal(**batch, ids=["a"])
     module = Distillation(student, ALL_TERMS, tokens=280)
     loss, parts = module(**batch, teacher=signal)
     torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-6)
@@ -316,7 +315,7 @@ def test_distillation_leaves_padding_out(target_rows, rows):
         found[1], few.values(whole, kept, labels).sum(-1), rtol=1e-4, atol=1e-5
     )
 
-    whole_word = LiveTeacher(split).signal(**batch, ids=["a"])
+    whole_word = LiveTeacher(target).signal(**batch, ids=["a"])
     p = against.softmax(-1)
     sums = module(**batch, agreement_with=whole_word)[1]
     both_say = torch.minimum(p[:, :280], whole.softmax(-1)).sum()
@@ -356,7 +355,7 @@ def test_an_output_layer_of_low_rank_starts_near_the_full_one_and_learns_as_its_
     torch.testing.assert_close(left_out, singular[20:].norm(), rtol=1e-3, atol=1e-4)
 
     batch = batch_of([(4, 6)])
-    signal = LiveTeacher(split_model(target), vocabulary=ids).signal(**batch, ids=["a"])
+    signal = LiveTeacher(target, vocabulary=ids).signal(**batch, ids=["a"])
     loss, parts = Distillation(student, ALL_TERMS, vocabulary=ids)(**batch, teacher=signal)
     factors = dict(low.named_parameters())
     found = torch.autograd.grad(loss, factors.values())

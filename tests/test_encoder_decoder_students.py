@@ -23,8 +23,7 @@ from distill.losses import WeightedLoss
 from distill.students.encoder_decoder_student import EncoderDecoderDistillation
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.linear_logits import split_model
-from distill.teacher.live_teacher import StatesTeacher
+from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.untrained_student import student_from_config, student_from_layers
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
@@ -188,7 +187,7 @@ def test_loss_and_gradient_are_those_of_each_text_alone(family: str) -> None:
     batch = collate(samples, PAD_ID)
     tensors, ids = inputs(batch, torch.device("cpu")), batch["ids"]
     live = LiveFeatures(lm, [FINAL], sources=sources)
-    teacher = StatesTeacher(split_model(lm), live, tokens=290).signal(**tensors, ids=ids)
+    teacher = LiveTeacher(lm, live, tokens=290).signal(**tensors, ids=ids)
     module = EncoderDecoderDistillation(student, TERMS, chunk=3, tokens=290)
     read = padded_sources(sources, ids, torch.device("cpu"))
     loss, terms = module(**tensors, teacher=teacher, sources=read)

@@ -151,12 +151,14 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
     live = distilled("live-lm", teacher_temperature=0.9)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.stages.text_stages.lost_mass", lambda *args: 0.0)
-        patch.setattr("train.loop.teachers.LiveTeacher", None)
+        patch.setattr("train.stages.text_stages.LiveFeatures", None)
         cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
+    fills: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.loop.teachers.LiveTeacher", None)
-        patch.setattr("train.stages.text_stages.lost_mass", lambda *args: 0.0)
+        fill = LiveWindow._fill
+        patch.setattr(LiveWindow, "_fill", lambda *args: fills.append(args[-1]) or fill(*args))
         window = distilled("window-lm", teacher_temperature=0.9, tokens_per_pass=140)
+    assert fills
     theirs = drafter_weights(live)
     assert cached.summary["training"]["history"][0]["loss"] > 0.1
     for other in (cached, window):

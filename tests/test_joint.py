@@ -26,7 +26,6 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes import Chain
 from distill.drift import measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from draftsmith.cli.main import app
 from heads.head_training import HeadTraining
@@ -121,7 +120,7 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
     with torch.no_grad():
         for parameter in original.parameters():
             parameter *= 1.1  # or there would be no divergence
-    teacher = LiveTeacher(split_model(original)).signal(**given, ids=[])
+    teacher = LiveTeacher(original).signal(**given, ids=[])
     weights = heads.loss_weights(0.0)
     loss, sums = module(**given, losses=weights, weight=0.3, teacher=teacher)
     parameters = dict(module.named_parameters())
@@ -263,11 +262,11 @@ def test_drift_by_hand() -> None:
         model.lm_head.weight.mul_(1.2)
     given = batch()
     tensors = (given["input_ids"], given["attention_mask"], given["loss_mask"])
-    same = measure_drift(split_model(target().model), split_model(target().model), [tensors])
+    same = measure_drift(target().model, target().model, [tensors])
     assert same.kl == 0.0
     assert same.perplexity_new == same.perplexity_original
     halves = [tuple(x[rows] for x in tensors) for rows in ([0, 2], [1])]
-    found = measure_drift(split_model(target().model), split_model(model), halves, chunk=3)
+    found = measure_drift(target().model, model, halves, chunk=3)
     kl, before, after, count = 0.0, 0.0, 0.0, 0
     for row in range(3):
         length = int(given["attention_mask"][row].sum())

@@ -20,7 +20,6 @@ from decode.model.loading import load_target
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.losses import WeightedLoss
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from tests.stages import (
     LOOP,
@@ -87,7 +86,7 @@ def test_the_loss_by_hand_with_layers_left_out(family: str, losses: Any) -> None
     left_out = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 0, 1], [1, 0, 1]], dtype=torch.bool)
     exits = {1: 0.2, 2: 0.3, 3: 0.5}
     module = EarlyExitTraining(model, WeightedLoss(losses), chunk=4)
-    teacher = LiveTeacher(split_model(original)).signal(**batch, ids=[])
+    teacher = LiveTeacher(original).signal(**batch, ids=[])
     loss, sums = module(**batch, exits=exits, left_out=left_out, teacher=teacher)
     parameters = list(model.parameters())
     ours = torch.autograd.grad(loss, parameters)

@@ -21,7 +21,6 @@ from distill.masked_copies import MaskedCopies
 from distill.row_numbers import row_numbers
 from distill.student_settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.teacher.top_k_cache import top_k
@@ -193,7 +192,7 @@ def test_the_loss_is_that_of_plain_forwards(family: str, attention: str) -> None
     batch = batch_of(lengths)
     parallel = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2)
     module = ParallelDistillation(student, ALL_TERMS, parallel, MASK, chunk=5, tokens=VOCAB)
-    teacher = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b", "c"])
+    teacher = LiveTeacher(target).signal(**batch, ids=["a", "b", "c"])
     module.eval()  # what is dropped is then the same again
     loss, parts = module(**batch, teacher=teacher)
     scores = row_numbers(*batch["loss_mask"].shape, training=False)
@@ -271,7 +270,7 @@ def test_drafts_that_the_target_would_not_reach_count_less(k: int | None) -> Non
     parallel = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2, confidence=True)
     text = WeightedLoss({"cross_entropy": 1.0})
     module = ParallelDistillation(student, text, parallel, MASK, chunk=5, tokens=VOCAB).train()
-    teacher: Any = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b"])
+    teacher: Any = LiveTeacher(target).signal(**batch, ids=["a", "b"])
     if k is not None:
         teacher = top_k(teacher(slice(0, 14)).logits, k).__getitem__
     torch.manual_seed(3)
@@ -307,14 +306,14 @@ def test_copy_0_alone_has_the_ordinary_loss() -> None:
     target, student = tiny_llama(seed=0), masked(tiny_llama(seed=1, layers=1))
     # One response token each: nothing is left for the other copies.
     batch = batch_of([(4, 1), (9, 1), (3, 1)])
-    signal = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b", "c"])
+    signal = LiveTeacher(target).signal(**batch, ids=["a", "b", "c"])
     plain = Distillation(student, ALL_TERMS, tokens=VOCAB)(**batch, teacher=signal)
     module = ParallelDistillation(student, ALL_TERMS, ParallelConfig(), MASK, tokens=VOCAB)
     for ours, ordinary in zip(module(**batch, teacher=signal), plain, strict=True):
         torch.testing.assert_close(ours, ordinary)
     # Of a longer text, copy 0 has the ordinary agreement too.
     batch = batch_of([(4, 6), (9, 2)])
-    signal = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b"])
+    signal = LiveTeacher(target).signal(**batch, ids=["a", "b"])
     sums = module.eval()(**batch, agreement_with=signal)[1]
     plain = Distillation(student, ALL_TERMS, tokens=VOCAB)(**batch, agreement_with=signal)
     torch.testing.assert_close(sums[:4], plain[1])
@@ -328,7 +327,7 @@ def test_other_teachers_serve_all_copies() -> None:
     """The signal of stored top-k outcomes, and none at all."""
     target, student = tiny_llama(seed=0), masked(tiny_llama(seed=1, layers=1))
     batch = batch_of([(4, 6), (9, 5)])
-    live = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b"])
+    live = LiveTeacher(target).signal(**batch, ids=["a", "b"])
     all_of_it = top_k(live(slice(0, 11)).logits, VOCAB - 1)
     kl = WeightedLoss({"forward_kl": 1.0})
     module = ParallelDistillation(student, kl, ParallelConfig(), MASK, tokens=VOCAB).eval()

@@ -35,7 +35,7 @@ from decode.model.without_weights import load_shapes
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.linear_logits import split_model
+from distill.teacher.linear_logits import linear_logits
 from distill.untrained_student import student_from_layers
 from draftsmith.cli.main import app
 from heads.heads_directory import new_heads, save_heads
@@ -122,7 +122,7 @@ def test_what_reads_offloaded_weights_is_refused(how: str, tmp_path: Path) -> No
     with pytest.raises(UserError, match="a cache of them, must read the target's weights"):
         sampled_weights_sha256(placed.model)
     with pytest.raises(UserError, match="training on the target's distribution must read"):
-        split_model(placed.model)
+        linear_logits(placed.model)
     with pytest.raises(UserError, match=r"cannot be copied: .*quantised nor offloaded"):
         student_from_layers(placed.model, [0, 1])
 

@@ -20,7 +20,6 @@ from distill.students.shared_vocabulary_student import (
     SharedVocabulary,
     SharedVocabularyDistillation,
 )
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits
 from tests.other_tokenizers import byte_level, sentencepiece, shuffled, with_rows, words
@@ -72,7 +71,7 @@ def test_loss_and_gradient_are_those_of_each_prediction_alone(other: str) -> Non
     texts = samples()
     batch = collate(texts, 0)
     tensors = inputs(batch, torch.device("cpu"))
-    live = LiveTeacher(split_model(target.model), vocabulary=shared.target_ids)
+    live = LiveTeacher(target.model, vocabulary=shared.target_ids)
     module = SharedVocabularyDistillation(student, TERMS, shared, chunk=5)
     loss, terms = module(**tensors, teacher=live.signal(**tensors, ids=batch["ids"]))
     loss.backward()

@@ -66,8 +66,8 @@ def test_rooms_of_a_package_use_each_other_one_way() -> None:
     ("walk", "most"),
     [
         (walk_of_a_decode_step, 5700),
-        (walk_of_a_distillation_step, 2475),
-        (walk_of_a_heads_step, 3916),
+        (walk_of_a_distillation_step, 2685),
+        (walk_of_a_heads_step, 3915),
     ],
 )
 def test_a_reader_of_a_typical_step_opens_few_lines(

@@ -15,7 +15,6 @@ from decode.base.errors import UserError
 from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from distill.teacher.cache_parts import text_sha256
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits, TopK
 from distill.teacher.top_k_cache import (
@@ -129,7 +128,7 @@ def test_bytes_per_token_is_what_is_on_disk(context):
 def test_the_cache_says_of_every_sample_what_the_target_does(context, settings):
     cache = make_cache(context, tokens_per_batch=60, chunk_tokens=7, **settings)
     vocabulary = cache.vocabulary
-    live = LiveTeacher(split_model(context.target.model), vocabulary=vocabulary)
+    live = LiveTeacher(context.target.model, vocabulary=vocabulary)
     for sample in context.corpus.samples("data"):
         batch = collate([sample], 0)
         arguments = [batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "ids")]
@@ -151,7 +150,7 @@ def test_it_teaches_what_its_outcomes_do_and_with_all_tokens_what_the_target_doe
     arguments = [batch[name] for name in ("input_ids", "attention_mask", "loss_mask", "ids")]
     n = sum(sum(s.mask[1:]) for s in samples)
     whole = slice(0, n)
-    live = LiveTeacher(split_model(context.target.model)).signal(*arguments)(whole).logits
+    live = LiveTeacher(context.target.model).signal(*arguments)(whole).logits
     student = live + torch.randn(live.shape, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(n, dtype=torch.int64)
     for k, exact in ((8, top_k(live, 8)), (300, TeacherLogits(live))):

@@ -34,7 +34,7 @@ from distill.losses import LossRows, WeightedLoss
 from distill.losses.cross_entropy import CrossEntropy
 from distill.students.student_start import checkpoint_layers
 from draftsmith.cli.main import app
-from tests.kills import kill_at_change
+from tests.kills import FullDisk, kill_at_change
 from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,
@@ -279,22 +279,6 @@ def test_a_random_state_that_cannot_be_read_is_an_error(half_trained, monkeypatc
     monkeypatch.setattr(accelerate.checkpointing, "load", load)
     with pytest.raises(UserError, match=r"step-4.*random state"):
         tiny_trainer(half_trained, 8, optimizer=RICH).fit()
-
-
-class FullDisk:
-    """Fails from the n-th write on: a full disk stays full."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            if self.left <= 0:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return function(*args, **kwargs)
-
-        return wrapped
 
 
 def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, monkeypatch):

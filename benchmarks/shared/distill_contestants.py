@@ -25,7 +25,6 @@ from benchmarks.shared.process_memory import resident_memory
 from decode.model.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
 from train.base.console import Bar, Reporter, quieten
@@ -171,7 +170,7 @@ def train_ours(
 ) -> None:
     """Train one epoch as `train.stages.distill` does, without writing a drafter directory."""
     terms = WeightedLoss({"forward_kl": 1.0})
-    teacher = LiveTeacher(split_model(target.model))
+    teacher = LiveTeacher(target.model)
 
     def step(module: nn.Module, batch: Inputs, names: Sequence[str]) -> tuple[Tensor, Tensor]:
         meter.count_batch(batch["attention_mask"], batch["loss_mask"][:, 1:])

@@ -131,7 +131,6 @@ class ParallelLMDrafter(SmallLMDrafter):
     larger than in training. Raises UserError without a mask token, and as `SmallLMDrafter`.
     """
 
-    trained = True
     decoder_only = True
     feeds_chains = False
 

@@ -6,7 +6,9 @@ a text, C chunks that are kept, W slots that are gathered, D head size.
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.cache.real_tokens import Listed
+from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.prepare_model import Forward, watchable_forward
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import layer_windows
@@ -51,6 +54,23 @@ class PartLM(CachedLM):
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         omitted_B1 = to_device(self.omitted, self.device)[:, None]
         return super().positions(base_B1 + omitted_B1, depth_BN)
+
+
+class Watched(CachedLM):
+    """The target, which calls `watch` for the attention of each layer, with the layer's number and
+    the arguments of `attention_mask.Watch`."""
+
+    watch: Callable[[int, Tensor, Tensor, Tensor, float], None]
+
+    def _masks(self, *given: Any) -> list[AttentionMask]:
+        return [
+            AttentionMask(mask.visible, self.dtype, watch=partial(self.watch, layer))
+            for layer, mask in enumerate(super()._masks(*given))
+        ]
+
+
+class Reader(Watched, LayerView):
+    """The target, whose queries choose. It reads the target's slots."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +142,7 @@ def choose_chunks(query: Tensor, key: Tensor, part: KeptTokens, scale: float) ->
 def _reads_queries(lm: CachedLM, forward: Forward) -> bool:
     """Whether each layer of this forward of the target calls its watch, by a trial on one token."""
     seen: set[int] = set()
-    trial = CachedLM(lm.model, trial=True)
+    trial = Watched(lm.model, trial=True)
     trial.forward_pass, trial.watch = forward, lambda layer, *rest: seen.add(layer)
     trial.reset(1, 1)
     with torch.inference_mode():
@@ -172,7 +192,7 @@ class SparseDrafter(VerifyingDrafter):
         self.sinks, self.recent, self.chunk = sinks, recent, chunk
         self.budget, self.every = budget, every
         self._target: CachedLM | None = None
-        self._reader: LayerView | None = None  # the target, whose queries choose
+        self._reader: Reader | None = None
         self._lm: PartLM | None = None
 
     @property
@@ -188,7 +208,8 @@ class SparseDrafter(VerifyingDrafter):
     def attach(self, lm: CachedLM) -> None:
         if self._target is lm:
             return
-        reader, kind = lm.view(Sublayers()), type(lm.model).__name__
+        lm.view(Sublayers())  # refuses a target without a form that drafts
+        reader, kind = Reader(lm, Sublayers()), type(lm.model).__name__
         windows = [window for window in layer_windows(lm.model) if window is not None]
         if windows and min(windows) < lm.max_positions:
             raise UserError(
@@ -276,7 +297,7 @@ class SparseDrafter(VerifyingDrafter):
         self._turn[due], self._copied[due] = part.turn[due], part.turn[due]
 
     def _gather(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        """Choose in one layer of the target, and gather there. See `CachedLM.watch`."""
+        """Choose in one layer of the target, and gather there. See `Watched`."""
         part, kept = self._due_part, self.lm.slots.layers[layer]
         if not kept.is_initialized:
             kept.lazy_initialization(key, value)

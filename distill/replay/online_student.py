@@ -115,7 +115,7 @@ class SmallLMStudent(OnlineStudent):
     text in tokens; None uses the model's limit. tokenizer: stored with the model; it also gives the
     padding id. Without it, `pad_id` is used. tokens: as for `Distillation`; it must equal the
     number of tokens in the records' distributions. Raises UserError for a model that
-    `distill.teacher.linear_logits.split_model` refuses.
+    `distill.teacher.linear_logits.linear_logits` refuses.
     """
 
     kind = "small_lm"

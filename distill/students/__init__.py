@@ -46,13 +46,10 @@ class Student:
     fit the target or this kind.
     """
 
-    # The kind of the drafter directories, and the class of the drafter.
-    drafter_kind = "small_lm"
-    drafter_class: ClassVar[type[SmallLMDrafter]] = SmallLMDrafter
+    drafter_kind = "small_lm"  # of the drafter directories
     # {setting: the reason why it cannot be set for this kind}.
     refused: ClassVar[Mapping[str, str]] = {}
     vocabulary_in_words = "draft vocabulary"
-    has_mask_token = False
     # Whether the FLOPs of a step are known from the shapes of the model.
     has_flops = True
     # The tokens that are read in training for each token of a text, and the entries of a mask of
@@ -64,7 +61,7 @@ class Student:
         self.settings, self.target = settings, target
         self.tokenizer: Any = target.tokenizer
         self.model, self.vocabulary = start_model(settings.drafter, target, earlier)
-        if not self.has_mask_token and stored_mask_token(self.model.config) is not None:
+        if settings.parallel is None and stored_mask_token(self.model.config) is not None:
             raise UserError(
                 f"stage {settings.name}: the drafter starts as one that drafts in parallel (its "
                 "config has pard_token), and this stage would train it to draft one token after "
@@ -85,11 +82,6 @@ class Student:
     def in_words(self) -> str:
         """For the plan, such as 'LlamaForCausalLM of 1.2M parameters'."""
         return f"{type(self.model).__name__} of {self.model.num_parameters() / 1e6:.1f}M parameters"
-
-    @classmethod
-    def check_teacher(cls, target: Target) -> None:
-        """Raise UserError for a target whose logits this kind cannot learn from."""
-        require_linear_logits(target.model)
 
     def check(self) -> None:
         """Raise UserError for a model that cannot draft, or that cannot be trained."""
@@ -153,7 +145,7 @@ class Student:
         return self._drafter(model, ids)
 
     def _drafter(self, model: Any, ids: Tensor | None) -> Drafter:
-        return self.drafter_class.of_target(model, self.target, ids)
+        return SmallLMDrafter.of_target(model, self.target, ids)
 
     def save(
         self,

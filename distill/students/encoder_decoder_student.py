@@ -10,8 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.model.cache.requirements import require_decoding
-from decode.model.loading import Target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.students import STUDENTS, Student
@@ -41,13 +39,6 @@ class EncoderDecoderStudent(Student):
     @classmethod
     def is_wanted(cls, settings: Any, *, encoder: bool) -> bool:
         return encoder
-
-    @classmethod
-    def check_teacher(cls, target: Target) -> None:
-        """Its logits come from its complete decoder (`distill.teacher.decoder_states`)."""
-
-    def check(self) -> None:
-        require_decoding(self.model)
 
     def read(self, texts: Sequence[Any]) -> dict[str, Sequence[int]]:
         longest = max(len(text.source) for text in texts)

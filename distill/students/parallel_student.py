@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.drafters import Drafter
 from decode.drafters.pard import (
     ParallelLMDrafter,
     mark_parallel,
@@ -40,9 +41,7 @@ class ParallelStudent(Student):
     """Drafts all tokens in one pass. mask_token: the id of its mask token."""
 
     drafter_kind = "pard"
-    drafter_class = ParallelLMDrafter
     has_flops = False
-    has_mask_token = True
 
     def __init__(self, settings: Any, target: Target, earlier: Mapping[str, Path]) -> None:
         super().__init__(settings, target, earlier)
@@ -95,6 +94,9 @@ class ParallelStudent(Student):
             vocabulary=vocabulary,
             tokens=self.target.token_count,
         )
+
+    def _drafter(self, model: PreTrainedModel, ids: Tensor | None) -> Drafter:
+        return ParallelLMDrafter.of_target(model, self.target, ids)
 
 
 class ParallelDistillation(Distillation):

@@ -48,8 +48,7 @@ class LiveFeatures:
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         sources: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self._sources = sources
-        self._model, self._captured_layers, self._timed = model, captured_layers, timed
+        self._model, self._timed, self._sources = model, timed, sources
         self._recorder = Recorder(model, captured_layers)
 
     @torch.no_grad()

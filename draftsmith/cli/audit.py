@@ -24,8 +24,6 @@ from train.base.exit_status import ExitStatus
 class AuditDrawing(Drawing):
     """How the sampled answers are drawn."""
 
-    PANEL: ClassVar[str] = "Sampling"
-
     NAMES: ClassVar[Mapping[str, type]] = {
         **Drawing.NAMES,
         "presence_penalty": float,

@@ -236,8 +236,6 @@ class Drafting(Drawing):
 class DecodeOptions(Drafting):
     """`Drafting`, and the shape of drafts and the verification rule."""
 
-    PANEL: ClassVar[str] = "Drafts"
-
     rule: Annotated[
         str | None,
         typer.Option(

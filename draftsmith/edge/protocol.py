@@ -21,8 +21,9 @@ Message = dict[str, Any]
 class ProtocolError(Exception):
     """A message that cannot be served.
 
-    code: what is wrong, a key of `CODES`. req, seq: the numbers of the request and the draft it is
-    about, −1 for none. retry_ms: when to try again, 0 if that does not help.
+    code: what is wrong; docs/reference/edge_protocol.md has the list. req, seq: the numbers of the
+    request and the draft it is about, −1 for none. retry_ms: when to try again, 0 if that does not
+    help.
     """
 
     def __init__(
@@ -35,20 +36,6 @@ class ProtocolError(Exception):
     def closes(self) -> bool:
         """Whether the connection ends after it."""
         return self.code in ("malformed", "version", "full")
-
-
-CODES = {
-    "malformed": "the message is not of this protocol",
-    "version": "the edge speaks another version of the protocol",
-    "full": "no room for another session",
-    "session": "a message before hello, or a session that is unknown or has expired",
-    "request": "an unknown request",
-    "late": "a draft that was answered before the last one",
-    "order": "a draft whose number or text is not the next one",
-    "limit": "more ids, requests or draft tokens than the server takes",
-    "refused": "a text or settings that cannot be decoded",
-    "failed": "the server failed at the message or the text",
-}
 
 
 def _is_whole(low: int, high: int) -> Callable[[Any], bool]:

@@ -72,16 +72,16 @@ class Point:
     accepted: np.ndarray
     spread: float = 1.0
 
-    def again(self, seed: int = 0) -> np.ndarray:
+    def again(self) -> np.ndarray:
         """Draws of the acceptance by place of the same drafter on other texts, float64 [N, D]."""
         accepted, refused = self.accepted, self.reached - self.accepted
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(0)
         size = (DRAWS, len(self.reached))
         return rng.beta(1 + accepted / self.spread, 1 + refused / self.spread, size)
 
 
 def acceptance_at(
-    rows: Sequence[int], measured: Mapping[str, tuple[str, Sequence[Point]]], seed: int = 0
+    rows: Sequence[int], measured: Mapping[str, tuple[str, Sequence[Point]]]
 ) -> dict[str, np.ndarray]:
     """Draws of the acceptance by place after trainings on so many rows, by drafter, float64
     [len(rows), N, D]. Each draw is one curve, at all of these rows.
@@ -93,7 +93,7 @@ def acceptance_at(
     >>> found.shape, bool(abs(found[0, 0] - 0.6) < 0.1), bool(found[1, 0] > 0.65)
     ((2, 1), True, True)
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     curves = {
         name: _Curves(LEARNERS.get(kind, UNKNOWN), points)
         for name, (kind, points) in measured.items()

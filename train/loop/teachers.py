@@ -1,7 +1,6 @@
 """A step of a distillation, its teachers, and what a draft vocabulary loses of the teacher."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +11,10 @@ from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.dev_features import dev_features
-from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.linear_logits import split_model
-from distill.teacher.live_teacher import LiveTeacher, StatesTeacher, TeacherSource
-from distill.teacher.top_k_cache import CachedTeacher
+from distill.teacher.live_teacher import LiveTeacher, TeacherSource
 from train.data.batches import Inputs, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
-from train.loop.live_window import LiveWindow
-from train.loop.open_caches import Cache
 from train.loop.trainer import TrainingClock
 from train.loop.training_task import Step
 
@@ -35,7 +29,7 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
     """The target's mean probability of tokens outside `ids`, over the predicted tokens of a few of
     the samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this
     value."""
-    teacher = LiveTeacher(split_model(target.model))
+    teacher = LiveTeacher(target.model)
     kept = ids.to(target.device)
     lost, count = 0.0, 0
     for sample in spread(samples, LOST_MASS_SAMPLES):
@@ -48,33 +42,9 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
     return lost / count
 
 
-def teacher_of(
-    target: PreTrainedModel,
-    source: LiveWindow | LiveFeatures | Cache | None,
-    vocabulary: Tensor | None,
-    *,
-    tokens: int,
-    clock: TrainingClock,
-) -> TeacherSource:
-    """The teacher: on the results of `source` if there is one, otherwise the live target. A target
-    with an encoder needs a source.
-
-    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
-    of the output layer. clock: records the teacher's time as `teacher`.
-    """
-    if isinstance(source, CachedTeacher):
-        return source
-    model = split_model(target)
-    if source is not None:
-        return StatesTeacher(
-            model, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
-        )
-    return LiveTeacher(model, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher"))
-
-
 def dev_teacher(model: PreTrainedModel, sources: Sources | None = None) -> LiveTeacher:
     """The teacher of figures on dev text. sources: what the encoder reads; None: it has none."""
-    return StatesTeacher(split_model(model), dev_features(model, [FINAL], sources))
+    return LiveTeacher(model, dev_features(model, [FINAL], sources))
 
 
 def step_of(

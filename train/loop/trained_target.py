@@ -16,7 +16,6 @@ from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import Teacher
 from distill.trainable_model import Trainable
@@ -67,8 +66,7 @@ class TrainedTarget:
             raise UserError(f"stage {stage}: {key}{error}") from error
         self.teacher = self.dev_teacher = None
         if loss.needs_teacher:
-            split = split_model(original)
-            self.teacher = LiveTeacher(split, timed=partial(clock, "teacher"))
+            self.teacher = LiveTeacher(original, timed=partial(clock, "teacher"))
             self.dev_teacher = dev_teacher(original)
 
     def signal(self, batch: Inputs, ids: Sequence[str], *, dev: bool = False) -> Teacher | None:
@@ -104,7 +102,7 @@ class TrainedTarget:
             (tensors["input_ids"], tensors["attention_mask"], tensors["loss_mask"])
             for _, _, tensors in batches_for(original, self.held_out, 2048)
         ]
-        return new, measure_drift(split_model(original.model), split_model(new.model), batches)
+        return new, measure_drift(original.model, new.model, batches)
 
 
 def held_out_samples(

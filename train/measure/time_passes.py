@@ -33,13 +33,12 @@ def seconds_by_turns(
     functions: Sequence[Callable[[], object]],
     *,
     turns: int,
-    calls: int = 1,
     budget: float = math.inf,
     device: torch.device = CPU,
 ) -> list[float]:
     """The seconds per call of each function: the median of turns, after an uncounted one.
 
-    In each turn, every function is called `calls` times. budget: after these seconds no further
+    In each turn, every function is called once. budget: after these seconds no further
     turn begins, but one is always counted. device: the one that the functions compute on.
     """
     seconds: list[list[float]] = [[] for _ in functions]
@@ -50,11 +49,10 @@ def seconds_by_turns(
         for index, function in enumerate(functions):
             finish(device)
             begin = time.perf_counter()
-            for _ in range(calls):
-                function()
+            function()
             finish(device)
             if turn:
-                seconds[index].append((time.perf_counter() - begin) / calls)
+                seconds[index].append(time.perf_counter() - begin)
     return [median(times) for times in seconds]
 
 

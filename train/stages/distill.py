@@ -17,7 +17,8 @@ from distill.flops import TextFlops
 from distill.students import Student, make_student, student_kind
 from distill.students.student_start import checkpoint_layers, choose_trained, start_provenance
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.live_teacher import TeacherSource
+from distill.teacher.linear_logits import require_linear_logits
+from distill.teacher.live_teacher import LiveTeacher, TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable, linear_sizes
 from train.base.stage import STAGES, StageMemory, StagePlan, StageResult
@@ -37,11 +38,9 @@ from train.loop.live_window import LiveWindow, look_ahead_of
 from train.loop.meters.stage_flops import distill_flops
 from train.loop.open_caches import Cache, open_cache
 from train.loop.teachers import (
-    Sources,
     dev_teacher,
     padded,
     step_of,
-    teacher_of,
 )
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
@@ -59,13 +58,13 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
-        kind = student_kind(config, encoder=self.target.has_encoder)
+        student_kind(config, encoder=self.target.has_encoder)  # refuses settings
         if config.dev is not None:
             require_dev_text(config.dev, self.corpus, stage=config.name)
         if config.draft_vocabulary is not None or (
             config.needs_teacher and config.teacher == "live"
         ):
-            kind.check_teacher(self.target)
+            require_linear_logits(self.target.model)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
         steps = steps_in_words(tokens, config.loop, config.optimizer)
         amount = f"{config.loop.epochs} epochs, {steps}"
@@ -203,8 +202,13 @@ class DistillStage(TrainingStage[DistillConfig]):
         source: LiveWindow | LiveFeatures | Cache | None = None
         sources = student.read(samples)
         if loss.needs_teacher:
-            source = cache or self._live_features(clock, sources)
-            teacher = teacher_of(model, source, vocabulary, tokens=tokens, clock=clock)
+            source = cache or self.live_states([FINAL], config.loop, clock, sources)
+            timed = partial(clock, "teacher")
+            teacher = (
+                source
+                if isinstance(source, CachedTeacher)
+                else LiveTeacher(model, source, vocabulary=vocabulary, tokens=tokens, timed=timed)
+            )
 
         module = student.module(loss, vocabulary, config.chunk_tokens)
         dev = None
@@ -238,19 +242,6 @@ class DistillStage(TrainingStage[DistillConfig]):
         return distill_flops(
             student.model, self.target.model, runs_target=runs_target, reads_logits=reads_logits
         )
-
-    def _live_features(
-        self, clock: TrainingClock, sources: Sources | None
-    ) -> LiveWindow | LiveFeatures | None:
-        """The live teacher's hidden states, if it runs over the next batches together, or reads
-        sources too. sources: what the encoder reads for each sample."""
-        config = self.config
-        if config.tokens_per_pass is None and sources is None:
-            return None
-        live = LiveFeatures(
-            self.target.model, [FINAL], timed=partial(clock, "teacher"), sources=sources
-        )
-        return self.in_windows(live, config.loop)
 
     def _text(self, trained: Trainable, samples: Sequence[Sample]) -> Text:
         if self.config.on_policy is None:

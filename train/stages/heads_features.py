@@ -7,7 +7,6 @@ from functools import partial
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from distill.teacher.cached_features import bytes_per_token
-from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.read_ahead import READ_AHEAD
 from heads.head_training import captured_with
 from heads.heads_module import Heads
@@ -68,7 +67,6 @@ def open_source(
     """The source of a frozen target's hidden states, for a `stage` with this `config`. stack: ends
     what it starts. Every rank must call this. Raises UserError as the sources do."""
     target, accelerator = stage.target, stage.accelerator
-    timed = partial(clock, "teacher")
     if isinstance(config.features, ServedFeatures):
         from train.engines.states.open_states import served_states  # needs the extra serve
 
@@ -79,17 +77,12 @@ def open_source(
             captured_layers,
             accelerator,
             stage.directory,
-            timed=timed,
+            timed=partial(clock, "teacher"),
             say=lambda problem: stage.reporter.say(f"  {problem}"),
         )
         return stack.enter_context(served)
     if config.features != "live":
         directory = stage.cache_directory(config.features)
         return open_features(directory, target, samples, captured_layers, accelerator)
-    live = LiveFeatures(
-        target.model,
-        captured_layers,
-        timed=timed,
-        sources={s.id: s.source for s in samples} if target.has_encoder else None,
-    )
-    return stage.in_windows(live, config.loop)
+    sources = {s.id: s.source for s in samples} if target.has_encoder else None
+    return stage.live_states(captured_layers, config.loop, clock, sources)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from distill.students.shared_vocabulary_student import SharedVocabulary
-from distill.teacher.linear_logits import require_linear_logits, split_model
+from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TopK
 from distill.teacher.top_k_cache import (
@@ -62,7 +62,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             target, k=config.k, temperature=config.temperature, vocabulary=vocabulary
         )
         ids = None if vocabulary is None else vocabulary.to(target.device)
-        teacher = LiveTeacher(split_model(target.model), vocabulary=ids, tokens=target.token_count)
+        teacher = LiveTeacher(target.model, vocabulary=ids, tokens=target.token_count)
 
         def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
             signals = self._score(teacher, part)

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
 from train.loop.meters.stage_flops import pass_flops
 from train.loop.meters.throughput import flops_of
-from train.loop.teachers import lost_mass
+from train.loop.teachers import Sources, lost_mass
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingProgress, TrainingTask
 from train.measure.ranks import Ranks
@@ -219,8 +220,17 @@ class TrainingStage(TextStage[L]):
         """The bytes of a number in the precision of the matrix products."""
         return 4 if self.accelerator.mixed_precision == "no" else 2
 
-    def in_windows(self, live: LiveFeatures, loop: LoopConfig) -> LiveFeatures | LiveWindow:
-        """The source of the live target's hidden states, in windows if `tokens_per_pass` is set."""
+    def live_states(
+        self,
+        captured_layers: Sequence[int],
+        loop: LoopConfig,
+        clock: TrainingClock,
+        sources: Sources | None,
+    ) -> LiveFeatures | LiveWindow:
+        """The source of the live target's hidden states, in windows if `tokens_per_pass` is set.
+        sources: what the encoder reads for each sample; None: there is none."""
+        timed = partial(clock, "teacher")
+        live = LiveFeatures(self.target.model, captured_layers, timed=timed, sources=sources)
         if self.config.tokens_per_pass is None:
             return live
         return LiveWindow(

@@ -3,9 +3,9 @@
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -58,9 +58,8 @@ class CachedLM:
     Each forward stores them in `features`, [B, n, H], and in `fed` how many tokens it computed,
     over all rows, with its padding. pass_tokens: see `read`. trial: it serves a trial
     (`decode.model.trials`), so it needs none itself. forward: what runs the model; None: its
-    prepared form. watch: called for the attention of each layer, with the layer's number and the
-    arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
-    model's config says. See `narrow`.
+    prepared form. window: what all layers see of the text; None: what the model's config says. See
+    `narrow`.
 
     drafter_bytes: what a drafter keeps of each token beside this model. repeats_rows: `keep_rows`
     may name a row more than once. Its copies are then rows too. kept_layers: those whose hidden
@@ -71,7 +70,6 @@ class CachedLM:
     kept_layers: tuple[int, ...] = ()
     sources: CrossAttentionCache | None = None
     states: RecurrentStates | None = None
-    watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None
 
     def __init__(
@@ -461,12 +459,7 @@ class CachedLM:
             AttentionMask(slots.mask(base_B1, n, ancestors_BNM, window), dtype)
             for window in self._distinct_windows
         ]
-        if self.watch is None:
-            return [masks[kind] for kind in self._mask_of]
-        return [
-            AttentionMask(masks[kind].visible, dtype, watch=partial(self.watch, layer))
-            for layer, kind in enumerate(self._mask_of)
-        ]
+        return [masks[kind] for kind in self._mask_of]
 
     @property
     def slots(self) -> Slots:
