@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from decode.text import Prompt
-from draftsmith.serve.openai.api_errors import unfit
-from draftsmith.serve.openai.contract import Contract, RequestPart, validated
+from draftsmith.serve.openai.contract import Contract, RequestPart, unfit, validated
 from draftsmith.serve.openai.fields import REFUSED, ignored_by, unsupported
 from draftsmith.serve.openai.formats import AskedGrammar
 from draftsmith.serve.openai.messages import read_stops
@@ -179,6 +178,7 @@ class MessagesRequest(Tooled):
     """The body of /v1/messages."""
 
     asks = "messages"
+    formats = ("structured_outputs", "output_config")
 
     messages: Annotated[
         list[dict[str, Any]],
@@ -234,9 +234,6 @@ class MessagesRequest(Tooled):
         goes_on = last["role"] == "assistant" and last["content"] and "tool_calls" not in last
         added = {"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}
         return super().template | added
-
-    def _grammars(self) -> list[AskedGrammar]:
-        return super()._grammars() + ([] if self.output_config is None else [self.output_config])
 
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.system is None else [{"role": "system", "content": self.system}]

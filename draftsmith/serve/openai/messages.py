@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from draftsmith.serve.openai.api_errors import ApiError, unfit
-from draftsmith.serve.openai.contract import Contract, RequestPart, missing, validated
+from draftsmith.net.api_error import ApiError
+from draftsmith.serve.openai.contract import Contract, RequestPart, missing, unfit, validated
 from draftsmith.serve.openai.fields import (
     MESSAGE_IGNORED,
     MESSAGE_REFUSED,

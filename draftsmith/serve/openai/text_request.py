@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 from pydantic import (
@@ -16,8 +17,8 @@ from pydantic import (
 
 from decode.draw.sampling import Sampling
 from decode.text import Prompt
-from draftsmith.serve.openai.api_errors import ApiError, shown
-from draftsmith.serve.openai.contract import Contract, RequestPart, validated
+from draftsmith.net.api_error import ApiError
+from draftsmith.serve.openai.contract import Contract, RequestPart, shown, validated
 from draftsmith.serve.openai.formats import (
     METHODS,
     AskedGrammar,
@@ -117,6 +118,8 @@ class TextRequest(Drawn):
     default_limit: ClassVar[int | None] = None
     # `store` asks for something that only a service that learns does.
     keeps_store: ClassVar[bool] = True
+    # What has the format that a request forces, if it does, beside `guided_*`.
+    formats: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 
     model: str = Field(description="the name of the model, see /v1/models")
     seed: int | None = Field(
@@ -153,7 +156,7 @@ class TextRequest(Drawn):
 
     @model_validator(mode="after")
     def _one_grammar(self) -> "TextRequest":
-        asked = self._grammars()
+        asked = self._grammars
         if len(asked) > 1:
             message = f"{' and '.join(x.field for x in asked)} are given; choose one format"
             raise ApiError(400, message, param=asked[1].field, code="invalid_value")
@@ -165,16 +168,17 @@ class TextRequest(Drawn):
             raise ApiError(400, f"{said}; leave it out", param="min_tokens", code="invalid_value")
         return self
 
+    @cached_property
     def _grammars(self) -> list[AskedGrammar]:
         guided = ((f"guided_{name}", method) for name, method in METHODS.items())
         asked = [AskedGrammar(field, x, getattr(self, field)) for field, x in guided]
-        said = [x for x in asked if x.given is not None]
-        return said if self.structured_outputs is None else [*said, self.structured_outputs]
+        formats = (getattr(self, name) for name in self.formats)
+        return [x for x in asked if x.given is not None] + [x for x in formats if x is not None]
 
     @property
     def grammar(self) -> AskedGrammar | None:
         """The grammar of the texts. None: any text."""
-        return next(iter(self._grammars()), None)
+        return next(iter(self._grammars), None)
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
@@ -216,6 +220,8 @@ class TextRequest(Drawn):
 class Several(TextRequest):
     """Requests that may ask for several texts of one prompt."""
 
+    formats = ("structured_outputs", "response_format")
+
     max_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
     n: int = Field(1, ge=1, description="how many texts each prompt gets")
     stop: Annotated[tuple[str, ...], PlainValidator(read_stops), TEXTS] = Field(
@@ -228,10 +234,6 @@ class Several(TextRequest):
     response_format: Annotated[
         AskedGrammar | None, PlainValidator(read_response_format), OBJECT
     ] = Field(None, description="`json_object`, or `json_schema` with a schema")
-
-    def _grammars(self) -> list[AskedGrammar]:
-        format_ = self.response_format
-        return [*super()._grammars(), *(() if format_ is None else (format_,))]
 
     @property
     def texts(self) -> int:
