@@ -322,7 +322,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     def _hand_out(self, news: News) -> None:
         """Deliver the tokens that the rows have got."""
-        now = time.monotonic()
+        now = self._busy_at = time.monotonic()
         failed: list[tuple[AnswerChoice, Exception]]
         failed = [(self._rows[row], error) for row, error in news.failed.items()]
         for row, tokens in news.tokens.items():
@@ -366,18 +366,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self.metrics.ended(choice.reason)
         self.metrics.latency.observe(time.monotonic() - choice.request.arrived)
 
-    def _leave(self, choice: AnswerChoice) -> None:
-        row = choice.row
-        super()._leave(choice)
-        if row is not None:
-            self._busy_at = time.monotonic()
-
     def _give_up(self, request: DecodeRequest) -> None:
         """Free all rows of a request, and let none of its texts wait."""
         with self._changed:
             self._waiting = deque(other for other in self._waiting if other.request is not request)
         for choice in request.choices:
             self._leave(choice)
+        self._busy_at = time.monotonic()
         self._look()
 
     def _refuse(self, request: DecodeRequest, refusal: Refusal) -> None:
