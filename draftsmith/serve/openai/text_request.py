@@ -4,14 +4,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
     WithJsonSchema,
-    create_model,
     model_validator,
 )
 
@@ -87,29 +86,9 @@ FUNCTIONS = WithJsonSchema({"title": "a list of functions"})
 CHOICE = WithJsonSchema({"title": "auto, none, required, or a function by its name"})
 
 
-_DRAWN = {x.name: x.metadata for x in fields(Sampling) if x.metadata}
-
-
-def _drawn(name: str) -> Any:
-    """The field of a request for a field of `Sampling`."""
-    kind = _DRAWN[name]["json"] or get_type_hints(Sampling)[name]
-    return kind | None, Field(None, description=_DRAWN[name]["said"])
-
-
-if TYPE_CHECKING:
-
-    class Drawn(RequestPart):
-        temperature: float | None
-        top_p: float | None
-        min_tokens: int | None
-
-else:
-    Drawn = create_model("Drawn", __base__=RequestPart, **{x: _drawn(x) for x in _DRAWN})
-
-
-class TextRequest(Drawn):
-    """What all kinds of requests have: how text is drawn, which `Sampling` declares, and more.
-    None: as the service is set."""
+class TextRequest(RequestPart):
+    """What all kinds of requests have: how text is drawn, as in `Sampling` (None: as the service is
+    set), and more."""
 
     # The field with what is answered, and the names of those that limit the length of a text, the
     # first one that is given.
@@ -121,6 +100,28 @@ class TextRequest(Drawn):
     # What has the format that a request forces, if it does, beside `guided_*`.
     formats: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 
+    repetition_penalty: float | None = Field(None, description="1: none")
+    presence_penalty: float | None = Field(
+        None, description="from −2 to 2, for tokens that were generated"
+    )
+    frequency_penalty: float | None = Field(
+        None, description="from −2 to 2, for each time that a token was generated"
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="what is added to the logits of token ids, from −100 to 100"
+    )
+    min_tokens: int | None = Field(
+        None, description="no end token before this number of tokens exists"
+    )
+    stop_token_ids: list[int] | None = Field(None, description="token ids that end the text")
+    temperature: float | None = Field(None, description="0: greedy")
+    top_k: int | None = Field(
+        None, description="how many of the likeliest tokens stay; 0 and -1: all"
+    )
+    top_p: float | None = Field(None, description="the likeliest tokens with this probability")
+    min_p: float | None = Field(
+        None, description="tokens at least so likely, relative to the likeliest"
+    )
     model: str = Field(description="the name of the model, see /v1/models")
     seed: int | None = Field(
         None,
@@ -213,7 +214,7 @@ class TextRequest(Drawn):
 
     def sampling(self, default: Sampling) -> Sampling:
         """How text is drawn. default: for what the request does not say. Raises UserError."""
-        said = {name: getattr(self, name) for name in _DRAWN}
+        said = {x.name: getattr(self, x.name) for x in fields(default) if x.name != "grammar"}
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 
 
