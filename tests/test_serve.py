@@ -382,8 +382,8 @@ def test_complete_texts_are_kept_when_another_takes_too_long(endless: Any) -> No
         batcher: Any = running.batcher
         hand_out = batcher._hand_out
 
-        def overrun_in_the_second_text() -> None:
-            hand_out()
+        def overrun_in_the_second_text(news: Any) -> None:
+            hand_out(news)
             if running.texts()[1].tokens:
                 batcher.bounds = replace(batcher.bounds, max_seconds=1e-9)
 

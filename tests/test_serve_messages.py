@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.net.api_error import ApiError
 from draftsmith.serve.anthropic.messages_answer import as_anthropic
 from draftsmith.serve.anthropic.messages_request import MESSAGES
-from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
 from tests.service import CHAT, MODEL, QUESTION, Running, chat, serving, text_of
 from tests.test_serve_tools import TOOLS, target

@@ -79,6 +79,8 @@ def test_files_and_figures_without_a_browser(service: Running) -> None:
         for name in ("steps", "drafted", "accepted"):
             assert after[name] - before[name] == counts[name], name
         assert after["emitted"] - before["emitted"] == 39  # the prefill gives the first token
+        reached = after["reached"] - before["reached"]
+        assert max(counts["accepted"], 1) <= reached <= counts["drafted"]
         gamma = service.batcher.decoder.policy.max_depth
         assert (after["running"], after["waiting"], after["gamma"]) == (0, 0, gamma)
         changeable = client.get("/admin/settings").json()["changeable"]

@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken
 
 from decode.model.loading import Target
-from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.net.api_error import ApiError
 from draftsmith.serve.openai.contract import parse
 from draftsmith.serve.openai.messages import read_items, read_messages
 from draftsmith.serve.openai.openai_requests import CHAT

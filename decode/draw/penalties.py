@@ -3,15 +3,15 @@
 In a tree, each node has a different text before it: its path. So the children of two siblings are
 judged after different texts. The target's logits and the drafter's are changed alike.
 
-A new penalty is a field of `Penalties` and a function in `EDITS`. The service then serves the
-field, and its documentation lists it.
+A new penalty is a field of `Penalties` and a function in `EDITS`. In the service it is a field of
+`TextRequest`.
 
 Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (position 0 follows the
 committed text, position i+1 follows node i), M tokens before a position, V vocabulary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -27,12 +27,6 @@ STRONGEST_PENALTY = 1e3
 # OpenAI's ranges.
 MOST_ADDED, MOST_BIAS, MOST_BIASES = 2, 100, 1024
 MOST_STOP_IDS = 128
-
-
-def described(default: Any, said: str, json: Any = None) -> Any:
-    """A field of a sampling. said: what it does, for documentation. json: its type in a request, if
-    it is another one."""
-    return field(default=default, metadata={"said": said, "json": json})
 
 
 def require_number(name: str, value: Any, fits: Callable[[Any], bool], expected: str) -> None:
@@ -56,16 +50,12 @@ class Penalties:
     Raises UserError for a value out of its range.
     """
 
-    repetition_penalty: float = described(1.0, "1: none")
-    presence_penalty: float = described(0.0, "from −2 to 2, for tokens that were generated")
-    frequency_penalty: float = described(
-        0.0, "from −2 to 2, for each time that a token was generated"
-    )
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = described(
-        (), "what is added to the logits of token ids, from −100 to 100", dict[str, float]
-    )
-    min_tokens: int = described(0, "no end token before this number of tokens exists")
-    stop_token_ids: Sequence[int] = described((), "token ids that end the text", list[int])
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         least, most = 1 / STRONGEST_PENALTY, STRONGEST_PENALTY

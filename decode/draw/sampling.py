@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.base.device import reads_are_free
 from decode.base.errors import require_whole
 from decode.draw.constraint import Constraint
-from decode.draw.penalties import OFF, Penalties, described, require_number
+from decode.draw.penalties import OFF, Penalties, require_number
 from decode.draw.random_numbers import exponentials, mix
 from decode.draw.top import argmax, top
 
@@ -46,10 +46,10 @@ class Sampling(Penalties):
     Raises UserError for a value that is not a finite number in its range.
     """
 
-    temperature: float = described(0.0, "0: greedy")
-    top_k: int = described(0, "how many of the likeliest tokens stay; 0 and -1: all")
-    top_p: float = described(1.0, "the likeliest tokens with this probability")
-    min_p: float = described(0.0, "tokens at least so likely, relative to the likeliest")
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     grammar: Constraint | None = None
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ class Batcher(ABC, Generic[T]):
 
     In turn, the thread makes these calls, gives up what is too late, gives free rows to texts,
     reads parts of their prompts, and takes a pass. A subclass chooses the texts and sends their
-    tokens.
+    tokens. While texts have rows, no other decode uses the drafter.
 
     An error at one text ends that text. After a pass that fails for no known row, the decode begins
     anew without rows. An error of the thread itself ends it.
@@ -72,6 +72,7 @@ class Batcher(ABC, Generic[T]):
         self._calls: deque[Callable[[], None]] = deque()
         self._ends_at: float | None = None  # when the thread ends at the latest
         self._rows: dict[int, T] = {}
+        self._news = News()  # of the read or pass that runs
         self._decoding = self._make_decoding()
 
     def _start(self, name: str) -> None:
@@ -135,7 +136,6 @@ class Batcher(ABC, Generic[T]):
     def _run(self) -> None:
         try:
             while self._wait():
-                self._decoding.hold(self.decoder.drafter if self._rows or self._busy() else None)
                 self._admit()
                 if self._decoding.unread:
                     self._read()
@@ -149,7 +149,7 @@ class Batcher(ABC, Generic[T]):
     def _wait(self) -> bool:
         """Wait for something to do, and make the calls of other threads. False: it is time to
         end."""
-        if not self._rows:  # until one begins, other decodes may use the drafter
+        if not self._rows:
             self._decoding.hold(None)
         with self._changed:
             self._changed.wait_for(
@@ -162,7 +162,6 @@ class Batcher(ABC, Generic[T]):
 
     def _make_decoding(self) -> Decoding:
         """A decode without rows."""
-        self._news = News()
         rows, length = self.bounds.max_rows, self.bounds.row_tokens
         decoding = Decoding(
             self.decoder,
@@ -182,11 +181,6 @@ class Batcher(ABC, Generic[T]):
             self._decoding.hold(None)
             self._decoding = self._make_decoding()
 
-    def _take_news(self) -> News:
-        """What reads and passes have given since the last call."""
-        news, self._news = self._news, News()
-        return news
-
     def _begin(
         self,
         texts: Sequence[T],
@@ -198,6 +192,7 @@ class Batcher(ABC, Generic[T]):
         """Give rows to texts with the same prompt. False: they cannot begin, and the first one has
         failed."""
         try:
+            self._decoding.hold(self.decoder.drafter)
             rows = self._decoding.begin(
                 [prompt] * len(texts), max_new_tokens, row_ids=row_ids, settings=settings
             )
@@ -215,25 +210,26 @@ class Batcher(ABC, Generic[T]):
             if row in self._decoding.waiting:  # an error at one row may take others away
                 self._read_on(self._rows[row], row, tokens)
 
-    def _read_on(self, text: T, row: int, tokens: int) -> bool:
-        """Read `tokens` tokens of the prompt of a row. False: the text has failed."""
+    def _read_on(self, text: T, row: int, tokens: int) -> News | None:
+        """Read `tokens` tokens of the prompt of a row. None: the text has failed."""
+        self._news = news = News()
         try:
             self._decoding.read(row, tokens)
         except Exception as error:  # the other rows are as they were
-            self._take_news()
             self._fail(text, error)
-            return False
-        return True
+            return None
+        return news
 
-    def _step(self, ran: list[T], *arguments: Any) -> Verification | None:
+    def _step(self, ran: list[T], *arguments: Any) -> tuple[Verification, News] | None:
         """One pass, in which the texts `ran` take part. None: it has failed. arguments: as for
         `Decoding.step`."""
+        self._news = news = News()
         try:
             self._decoding.step(*arguments)
         except Exception as error:
             self._begin_anew(error, ran)
             return None
-        return self._decoding.steps.pop()
+        return self._decoding.steps.pop(), news
 
     def _begin_anew(self, error: Exception, ran: list[T]) -> None:
         """After an error that leaves the rows in an unknown state: begin without rows."""

@@ -421,7 +421,7 @@ class Decoding:
     @property
     def finished(self) -> bool:
         """Whether no row runs."""
-        return not len(self.rows)
+        return not self.rows.numbers.size
 
     @torch.inference_mode()
     def step(self, most: np.ndarray | int | None = None, read: int = 0) -> None:

@@ -5,6 +5,7 @@ If the settings alone show that parts do not fit, the error comes before anythin
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from decode.base.errors import UserError
@@ -62,7 +63,7 @@ class Parts:
         last_rule, last_policy, gamma = self.named
         return Parts.of(drafter or self.drafter, rule or last_rule, policy or last_policy, gamma)
 
-    @property
+    @cached_property
     def draft_room(self) -> int:
         """The max number of slots that one row's draft takes."""
         return self.drafter.max_nodes(self.policy.max_depth)

@@ -70,10 +70,13 @@ class ExactMatch(Rule):
     lossless, trees = True, True
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+        greedy = scores.sampling.greedy
         # A walk draws at few nodes of a tree. The likeliest tokens are there at once.
-        at_once = scores.sampling.greedy or draft.is_chain
-        walks = not at_once and reads_are_free(draft.tokens.device)
-        emitted = (self._on_paths if walks else self._everywhere)(draft, scores, rng)
+        if greedy or draft.is_chain or not reads_are_free(draft.tokens.device):
+            numbers = None if greedy else self.numbers(rng, depths_of_rows(draft))
+            emitted = scores.emitted(self.draw, numbers)
+        else:
+            emitted = self._on_paths(draft, scores, rng)
         if not draft.tokens.shape[1]:  # plain decoding, whose steps have time for few operations
             none = torch.zeros_like(emitted[:, 0])
             return Decision(draft.tokens, none, none, emitted[:, 0])
@@ -96,16 +99,10 @@ class ExactMatch(Rule):
         their places."""
         return sampling.pick(logits, numbers)
 
-    def _everywhere(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
-        """int64 [B, N+1]: the token that the target emits at each position of the draft. The shapes
-        do not depend on values."""
-        greedy = scores.sampling.greedy
-        numbers = None if greedy else self.numbers(rng, depths_of_rows(draft))
-        return scores.emitted(self.draw, numbers)
-
     def _on_paths(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
-        """The same, but −1 at positions after tokens that the target does not emit. At one depth,
-        several nodes can be reached: siblings may be equal."""
+        """int64 [B, N+1]: the token that the target emits at each position of the draft, but −1
+        after tokens that it does not emit. At one depth, several nodes can be reached: siblings may
+        be equal."""
         above, valid = draft.parent_rows(), draft.valid()
         emitted = torch.full_like(torch.nn.functional.pad(above, (1, 0)), -1)
         row = torch.arange(len(emitted))

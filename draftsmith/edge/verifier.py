@@ -257,13 +257,13 @@ class Verifier(Batcher[EdgeText]):
         for session in self._sessions:
             yield from (text for text in session.texts.values() if text.draft is not None)
 
-    def _read_on(self, text: EdgeText, row: int, tokens: int) -> bool:
+    def _read_on(self, text: EdgeText, row: int, tokens: int) -> News | None:
         started = time.monotonic()
-        if not super()._read_on(text, row, tokens):
-            return False
-        text.read = text.used = time.monotonic()
-        text.prefill_s += text.read - started
-        return True
+        news = super()._read_on(text, row, tokens)
+        if news is not None:
+            text.read = text.used = time.monotonic()
+            text.prefill_s += text.read - started
+        return news
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -310,13 +310,14 @@ class Verifier(Batcher[EdgeText]):
             return
         started = time.monotonic()
         self._drafter.chains = [text.draft or [] for text in rows]
-        step = self._step(drafted, np.where(taking, self.bounds.max_gamma, -1))
-        if step is None:
+        given = self._step(drafted, np.where(taking, self.bounds.max_gamma, -1))
+        if given is None:
             return
+        step, news = given
         self.passes += 1
         self.drafts += len(drafted)
         accepted = dict(zip(step.rows.tolist(), step.accepted.tolist(), strict=True))
-        seconds, news = time.monotonic() - started, self._take_news()
+        seconds = time.monotonic() - started
         for text in drafted:
             assert text.row is not None
             self._answer(text, text.row, news, accepted[text.row], started, seconds)

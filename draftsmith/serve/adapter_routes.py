@@ -12,6 +12,15 @@ from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafte
 from decode.settings import DecodeSettings
 
 
+def path_below(directory: Path | None, path: str) -> Path | None:
+    """A path below a directory, complete. None: it is outside, or there is no directory."""
+    if directory is None:
+        return None
+    inside = directory.resolve()
+    found = (inside / path).resolve()
+    return found if found.is_relative_to(inside) else None
+
+
 @dataclass(frozen=True)
 class AdapterRoutes:
     """The adapters that are loaded. It does not change; `with_adapter` and `without` return others.
@@ -52,10 +61,8 @@ class AdapterRoutes:
 
     def located(self, path: str) -> Path:
         """The directory of an adapter. Raises UserError as `with_adapter`."""
-        assert self.directory is not None
-        inside = self.directory.resolve()
-        found = (inside / path).resolve()
-        if not found.is_relative_to(inside):
+        found = path_below(self.directory, path)
+        if found is None:
             raise UserError(
                 f"the adapter {path!r} is not below the directory of --adapters; give a path in it"
             )

@@ -28,11 +28,9 @@ from draftsmith.net.page import OPEN, page_routes
 from draftsmith.serve.anthropic.messages_answer import MessagesAnswer, as_anthropic
 from draftsmith.serve.anthropic.messages_request import COUNT, MESSAGES
 from draftsmith.serve.batching.request_batcher import RequestBatcher
-from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import LiveSettings
 from draftsmith.serve.middleware import KeyHeader, RequestIds
 from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from draftsmith.serve.openai.api_errors import refused
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.openai_requests import (
     ADAPTER_LOAD,
@@ -43,9 +41,9 @@ from draftsmith.serve.openai.openai_requests import (
     SETTINGS,
     SettingsChange,
 )
-from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits
+from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits, refused
 from draftsmith.serve.openai.responses import ResponsesAnswer
-from draftsmith.serve.running import RunningRequest, as_api_error
+from draftsmith.serve.running import RunningRequest
 
 PATHS = Paths(
     {HEALTH: "it says whether the service runs and is lossy, and nothing else", **OPEN},
@@ -110,7 +108,7 @@ class Service:
         complete = partial(self._answer, contract=COMPLETION, kind=CompletionAnswer)
         respond = partial(self._answer, contract=RESPONSES, kind=ResponsesAnswer)
         message = partial(self._answer, contract=MESSAGES, kind=MessagesAnswer)
-        shown = (ApiError, UserError, Refusal, HTTPException, Exception)
+        shown = (ApiError, UserError, HTTPException, Exception)
         return Starlette(
             routes=[
                 Route("/v1/chat/completions", chat, methods=post),
@@ -254,8 +252,6 @@ async def _error_response(request: Request, error: Exception) -> Response:
             said = error
         case UserError():
             said = refused(error)
-        case Refusal():
-            said = as_api_error(error)
         case HTTPException():
             message = f"{request.method} {request.url.path}: {error.detail}"
             said = ApiError(error.status_code, message, headers=error.headers)

@@ -27,7 +27,7 @@ from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES, Rule
 from decode.rules.lossy_speculative import Lenience
 from decode.settings import DecodeSettings
-from draftsmith.serve.adapter_routes import AdapterRoutes
+from draftsmith.serve.adapter_routes import AdapterRoutes, path_below
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.dynamic_lenience import DynamicLenience, require_low
 from draftsmith.serve.openai.openai_requests import SettingsChange
@@ -218,10 +218,8 @@ def _located(name: str, directory: Path | None) -> str:
     """A drafter's name with complete paths. Raises UserError for a path outside `directory`."""
 
     def is_inside(part: str) -> bool:
-        if directory is None:
-            return False
-        path = (directory / part).resolve()
-        return path.is_relative_to(directory.resolve()) and path.is_dir()
+        path = path_below(directory, part)
+        return path is not None and path.is_dir()
 
     first, plus, others = partition_drafters(name, is_inside)
     if plus:
@@ -238,8 +236,8 @@ def _located(name: str, directory: Path | None) -> str:
             f"the drafter {name!r} is no name such as ngram, and this service was started without "
             "--drafters DIR, so it loads none from a path"
         )
-    path = (directory / name).resolve()
-    if not path.is_relative_to(directory.resolve()):
+    path = path_below(directory, name)
+    if path is None:
         raise UserError(
             f"the drafter {name!r} is not below the directory of --drafters; give a path in it"
         )

@@ -11,7 +11,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode.base.threads import run_in_thread
-from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.serve.batching.answer_tokens import Piece
@@ -20,15 +19,6 @@ from draftsmith.serve.batching.requests import DecodeRequest, Event, Refusal
 from draftsmith.serve.openai.answers import ApiAnswer
 from draftsmith.serve.openai.reading import ReadRequest
 
-STATUS = {
-    "full": 503,
-    "draining": 503,
-    "memory": 503,
-    "waited": 429,
-    "overran": 504,
-    "failed": 500,
-    "unread": 408,
-}
 UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
 SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
 
@@ -44,17 +34,16 @@ class RunningRequest:
         random_bits: Callable[[int], int],
     ) -> None:
         loop = asyncio.get_running_loop()
-        job, self._streams = read.job, read.asked.stream
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._batcher, self._unread = batcher, False
-        self.choices = job.choices(random_bits)
+        self._batcher, self._streams, self._unread = batcher, read.asked.stream, False
 
         def deliver(new: Event) -> None:
             # The loop is closed if the service was ended by force.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._take, new)
 
-        self._request = DecodeRequest(job, self.choices, deliver)
+        self._request = DecodeRequest(read.job, deliver, random_bits)
+        self.choices = self._request.choices
         self._batcher.submit(self._request)
 
     def _take(self, new: Event) -> None:
@@ -74,24 +63,23 @@ class RunningRequest:
         self._batcher.cancel(self._request)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The parts of the texts as they become final. Raises ApiError if the batcher refuses the
-        request."""
+        """The parts of the texts as they become final. Raises the Refusal that ends them."""
         left = len(self.choices)
         while left:
             new = await self._events.get()
             if isinstance(new, Refusal):
-                raise as_api_error(new)
+                raise new
             left -= new.reason is not None
             yield new
 
     async def _collected(self, answer: ApiAnswer) -> list[Piece]:
-        """All texts. An error after a text is complete ends the others with what they have. Raises
-        ApiError if no text is complete."""
+        """All texts. A Refusal after a text is complete ends the others with what they have, and is
+        raised if none is."""
         texts = [Piece(choice.index, "", None) for choice in self.choices]
         try:
             async for piece in self.pieces():
                 texts[piece.index] = texts[piece.index].joined(piece)
-        except ApiError as error:
+        except Refusal as error:
             if not any(text.reason for text in texts):
                 raise
             answer.error = error.body["error"]
@@ -135,7 +123,7 @@ async def _events_of(
     try:
         async for piece in rest:
             yield b"".join(answer.part(piece))
-    except ApiError as error:
+    except Refusal as error:
         yield b"".join(answer.failure(error))
         return
     yield b"".join(answer.closing())
@@ -158,13 +146,3 @@ class _Sent:
 def lossy_header(rule: str | None) -> dict[str, str]:
     """The header of an answer whose texts a lossy rule may have changed."""
     return {} if rule is None else {"x-draftsmith-lossy": rule}
-
-
-def as_api_error(refusal: Refusal) -> ApiError:
-    return ApiError(
-        STATUS[refusal.reason],
-        str(refusal),
-        kind="server_error",
-        code=refusal.reason,
-        retry_after=refusal.retry_after,
-    )

@@ -150,7 +150,6 @@ class LookupDrafter(Drafter):
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        self.prefill(contexts)  # what is new
         each = zip(contexts.tokens, contexts.lengths.tolist(), limits.depths.tolist(), strict=True)
         trees = [
             self.look_up(row, tokens[:length], depth)

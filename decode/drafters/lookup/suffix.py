@@ -154,6 +154,11 @@ class _SuffixRow:
     begin: int
     stored: int = 0
 
+    def read(self, text: np.ndarray) -> None:
+        """The text so far, int64 [L]: store what is new."""
+        self.trie.extend(text[self.stored :].tolist())
+        self.stored = len(text)
+
 
 @DRAFTERS.register("suffix")
 class SuffixDrafter(LookupDrafter):
@@ -227,12 +232,12 @@ class SuffixDrafter(LookupDrafter):
         for row, tokens, length in zip(
             self._rows[first:], new.tokens, new.lengths.tolist(), strict=True
         ):
-            row.trie.extend(tokens[row.stored : length].tolist())
-            row.stored = length
+            row.read(tokens[:length])
 
     def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
-        end = text[1 - self.max_tree_depth :].tolist()
-        tree = self._best(self._rows[row].trie, end, depth)
+        own, end = self._rows[row], text[1 - self.max_tree_depth :].tolist()
+        own.read(text)
+        tree = self._best(own.trie, end, depth)
         other = self._best(self.outputs, end, depth)
         tree = other if other.score > tree.score else tree
         return tree if tree.score >= self.min_score else LookupTree()

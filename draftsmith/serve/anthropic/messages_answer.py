@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import event
 from draftsmith.serve.anthropic.messages_request import MessagesRequest
 from draftsmith.serve.batching.answer_tokens import Piece
 from draftsmith.serve.openai.answers import ApiAnswer
-from draftsmith.serve.openai.api_errors import ApiError
 
 _KINDS = {
     401: "authentication_error",

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from decode.text import Prompt
-from draftsmith.serve.openai.api_errors import unfit
-from draftsmith.serve.openai.contract import Contract, RequestPart, validated
+from draftsmith.serve.openai.contract import Contract, RequestPart, unfit, validated
 from draftsmith.serve.openai.fields import REFUSED, ignored_by, unsupported
 from draftsmith.serve.openai.formats import AskedGrammar
-from draftsmith.serve.openai.messages import read_stops
+from draftsmith.serve.openai.messages import read_stops, read_text
 from draftsmith.serve.openai.text_request import FUNCTIONS, TEXTS, Tooled
 from draftsmith.serve.openai.tools import read_tools
 
@@ -109,7 +108,7 @@ def _turn(value: Any, path: str) -> list[dict[str, Any]]:
                 calls.append({"id": used.id, "type": "function", "function": function})
             case "user", {"type": "tool_result"}:
                 found = validated(RESULT, block, where)
-                text = text_of(found.content, f"{where}.content")
+                text = read_text(found.content, f"{where}.content", TEXT, "blocks")
                 results.append({"role": "tool", "content": text, "tool_call_id": found.tool_use_id})
             case _, {"type": str(kind)}:
                 raise unsupported(kind, f"{where}.type")
@@ -119,19 +118,6 @@ def _turn(value: Any, path: str) -> list[dict[str, Any]]:
     if calls:
         return [{**said, "tool_calls": calls}]
     return [*results, *([said] if texts or not results else [])]
-
-
-def text_of(value: Any, path: str) -> str:
-    """A text that may be given in blocks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise unfit(path, value, "text or a list of blocks of text")
-    for at, block in enumerate(value):
-        match block:
-            case {"type": str(kind)} if kind != "text":
-                raise unsupported(kind, f"{path}.{at}.type")
-    return "\n".join(validated(TEXT, x, f"{path}.{at}").text for at, x in enumerate(value))
 
 
 def read_functions(value: Any) -> list[dict[str, Any]]:
@@ -179,6 +165,7 @@ class MessagesRequest(Tooled):
     """The body of /v1/messages."""
 
     asks = "messages"
+    formats = ("structured_outputs", "output_config")
 
     messages: Annotated[
         list[dict[str, Any]],
@@ -191,7 +178,7 @@ class MessagesRequest(Tooled):
     max_tokens: int = Field(ge=1, description="the longest text, in tokens")
     system: Annotated[
         str | None,
-        PlainValidator(lambda value: text_of(value, "system")),
+        PlainValidator(lambda value: read_text(value, "system", TEXT, "blocks")),
         WithJsonSchema({"title": "text or a list of blocks of text"}),
     ] = Field(None, description="a system message before the others")
     stop_sequences: Annotated[
@@ -234,9 +221,6 @@ class MessagesRequest(Tooled):
         goes_on = last["role"] == "assistant" and last["content"] and "tool_calls" not in last
         added = {"continue_final_message": True, "add_generation_prompt": False} if goes_on else {}
         return super().template | added
-
-    def _grammars(self) -> list[AskedGrammar]:
-        return super()._grammars() + ([] if self.output_config is None else [self.output_config])
 
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.system is None else [{"role": "system", "content": self.system}]

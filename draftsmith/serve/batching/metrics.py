@@ -30,8 +30,6 @@ class Metrics:
     Draft tokens past the end of a text count as neither drafted nor accepted. Every other token of
     a pass counts, also those of texts that were given up later.
 
-    counted: totals for `/live`. generated: tokens. emitted: the tokens of `steps`, the passes of
-    single texts, whose draft tokens are drafted, reached and accepted as in `decode.stats.Counts`.
     depth: of drafts. Its positions have series from the start, so that they say how deep drafts
     are.
     """
@@ -40,9 +38,6 @@ class Metrics:
         disable_created_metrics()  # a second series for each counter that dashboards do not read
         self.registry = CollectorRegistry()
         self._name = model_name
-        self.counted = dict.fromkeys(
-            ("generated", "steps", "emitted", "drafted", "reached", "accepted"), 0
-        )
         self.drafts = self._counter("spec_decode_num_drafts", "drafts that were verified")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "draft tokens")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "accepted draft tokens")
@@ -61,6 +56,8 @@ class Metrics:
             self._accepted_at.labels(self._name, position)
             self._reached_at.labels(self._name, position)
         self.passes = self._counter("num_passes", "verification passes over the running rows")
+        self.steps = self._counter("num_steps", "passes of single texts")
+        self.emitted = self._counter("num_step_tokens", "tokens that the passes of texts gave")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")
         self.prefix_tokens = self._counter(
             "prefix_cache_queries", "tokens of prompts that were looked up in the prefix cache"
@@ -92,19 +89,11 @@ class Metrics:
             _SECONDS_PER_TOKEN,
         )
 
-    def generated(self, tokens: int) -> None:
-        """Count new tokens."""
-        self.generation_tokens.inc(tokens)
-        self.counted["generated"] += tokens
-
     def passed(self, step: Verification, judged: Judged) -> None:
         """Count a pass and its draft tokens."""
-        counted = self.counted
-        counted["steps"] += len(step.rows)
-        counted["emitted"] += int(step.emitted.sum())
-        for name in ("drafted", "reached", "accepted"):
-            counted[name] += int(getattr(judged, name).sum())
         self.passes.inc()
+        self.steps.inc(len(step.rows))
+        self.emitted.inc(int(step.emitted.sum()))
         self.drafts.inc(int(judged.drafted.any(1).sum()))
         self.drafted.inc(int(judged.drafted.sum()))
         self.accepted.inc(int(judged.accepted.sum()))
@@ -130,6 +119,23 @@ class Metrics:
     def not_learnt(self, setting: str) -> None:
         """Count a text that a setting of its request keeps from learning."""
         self._left_out.labels(self._name, setting).inc()
+
+    def totals(self) -> dict[str, int]:
+        """For `/live`: the tokens that were generated; the passes of single texts and the tokens
+        that they gave; and of their draft tokens, those that were drafted, reached and accepted, as
+        in `decode.stats.Counts`."""
+        counters = {
+            "generated": self.generation_tokens,
+            "steps": self.steps,
+            "emitted": self.emitted,
+            "drafted": self.drafted,
+            "reached": self._reached_at,
+            "accepted": self.accepted,
+        }
+        return {
+            name: int(sum(x.value for metric in counter.collect() for x in metric.samples))
+            for name, counter in counters.items()
+        }
 
     def text(self) -> bytes:
         """All series, in the text format."""

@@ -4,15 +4,15 @@ Other threads submit, cancel and change settings through a lock.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.draw.sampling import Sampling
-from decode.loop.batcher import Batcher
+from decode.loop.batcher import Batcher, News
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
@@ -22,7 +22,6 @@ from decode.verification import Verification
 from draftsmith.net.few_lines import server_logger
 from draftsmith.serve.batching.answer_tokens import NewTokens, TokenBytes
 from draftsmith.serve.batching.metrics import AnswerSpeed, Metrics
-from draftsmith.serve.batching.next_texts import next_texts
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
     DecodeRequest,
@@ -70,7 +69,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self._changes: list[Future[None]] = []  # of settings; they are not in use yet
         self._busy_at = time.monotonic()  # when a text last waited or ran
         self._speed = AnswerSpeed()
-        decoder.observers.append(self._trace)
+        decoder.observers.append(self._observe)
         metrics.running.set_function(lambda: len(self._rows))
         metrics.waiting.set_function(lambda: len(self._waiting))
         self._start("decode")
@@ -96,12 +95,12 @@ class RequestBatcher(Batcher[AnswerChoice]):
         return sum(len(request.choices) for request in requests)
 
     def live(self) -> dict[str, int]:
-        """Figures of this moment: the texts that run and wait, γ, and `Metrics.counted`."""
+        """Figures of this moment: the texts that run and wait, γ, and `Metrics.totals`."""
         return {
             "running": len(self._rows),
             "waiting": len(self._waiting),
             "gamma": self.decoder.policy.max_depth,
-            **self.metrics.counted,
+            **self.metrics.totals(),
         }
 
     def submit(self, request: DecodeRequest) -> None:
@@ -262,36 +261,32 @@ class RequestBatcher(Batcher[AnswerChoice]):
             if row in self._decoding.waiting:
                 self._read_on(self._rows[row], row, 0)
 
-    def _read_on(self, choice: AnswerChoice, row: int, tokens: int) -> bool:
-        before, known = set(self._decoding.waiting), self.decoder.prefixes
+    def _read_on(self, choice: AnswerChoice, row: int, tokens: int) -> News | None:
+        known = self.decoder.prefixes
         looked_up = (0, 0) if known is None else (known.reused, known.read)
-        if not super()._read_on(choice, row, tokens):
-            return False
+        news = super()._read_on(choice, row, tokens)
+        if news is None:
+            return None
         if known is not None:
             reused, read = known.reused - looked_up[0], known.read - looked_up[1]
             self.metrics.reused_tokens.inc(reused)
             self.metrics.prefix_tokens.inc(reused + read)
             if not choice.tokens:
                 choice.cached = (choice.cached or 0) + reused
-        for joined in sorted(before.difference(self._decoding.waiting)):
-            other = self._rows[joined]
-            if not other.tokens:
-                other.versions = (self.drafter_version, self.drafter_version)
-                self.metrics.prompt_tokens.inc(len(other.prompt))
-        self._hand_out()
-        return True
+        self._hand_out(news)
+        return news
 
     def _pass(self) -> None:
         started = time.monotonic()
         ran = [self._rows[row] for row in self._decoding.rows.numbers.tolist()]
-        step = self._step(ran, None, self.bounds.prefill_tokens)
-        if step is None:
+        given = self._step(ran, None, self.bounds.prefill_tokens)
+        if given is None:
             return
         for choice in ran:
             choice.suspect = False
-        self._tally(step)
-        tokens = sum(map(len, self._news.tokens.values()))
-        self._hand_out()
+        _, news = given
+        self._hand_out(news)
+        tokens = sum(map(len, news.tokens.values()))
         self._speed.passed(tokens, time.monotonic() - started)
 
     def _lose(
@@ -308,29 +303,26 @@ class RequestBatcher(Batcher[AnswerChoice]):
         if len(suspects) == 1:
             self._fail(suspects[0], error)
 
-    def _tally(self, step: Verification) -> None:
+    def _observe(self, step: Verification) -> None:
+        """Count a pass, and keep what it drafted for the texts whose requests are traced."""
         judged = Judged.of(step)
         self.metrics.passed(step, judged)
         drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
         for index, row in enumerate(step.rows.tolist()):
             choice = self._rows[row]
+            job = choice.request.job
             choice.steps += 1
             choice.versions = (choice.versions[0], self.drafter_version)
             if self.lossy is not None:
-                choice.lossy = self.lossy(choice.request.job.sampling) or choice.lossy
+                choice.lossy = self.lossy(job.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
-
-    def _trace(self, step: Verification) -> None:
-        """Keep what the pass drafted for the texts whose requests are traced."""
-        for index, row in enumerate(step.rows.tolist()):
-            choice = self._rows[row]
-            if choice.request.job.trace:
+            if job.trace:
                 choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, news: News) -> None:
         """Deliver the tokens that the rows have got."""
-        now, news = time.monotonic(), self._take_news()
+        now = self._busy_at = time.monotonic()
         failed: list[tuple[AnswerChoice, Exception]]
         failed = [(self._rows[row], error) for row, error in news.failed.items()]
         for row, tokens in news.tokens.items():
@@ -339,10 +331,12 @@ class RequestBatcher(Batcher[AnswerChoice]):
             if choice.tokens:
                 self.metrics.token_time.observe((now - choice._last) / len(tokens))
             else:
+                choice.versions = (self.drafter_version, self.drafter_version)
+                self.metrics.prompt_tokens.inc(len(choice.prompt))
                 self.metrics.first_token.observe(now - request.arrived)
             choice._last = now
             choice.tokens += tokens
-            self.metrics.generated(len(tokens))
+            self.metrics.generation_tokens.inc(len(tokens))
             entries = self._decoding.logprobs.get(row, [])[-len(tokens) :]
             if row in news.ended:
                 self._end(choice)
@@ -372,18 +366,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self.metrics.ended(choice.reason)
         self.metrics.latency.observe(time.monotonic() - choice.request.arrived)
 
-    def _leave(self, choice: AnswerChoice) -> None:
-        row = choice.row
-        super()._leave(choice)
-        if row is not None:
-            self._busy_at = time.monotonic()
-
     def _give_up(self, request: DecodeRequest) -> None:
         """Free all rows of a request, and let none of its texts wait."""
         with self._changed:
             self._waiting = deque(other for other in self._waiting if other.request is not request)
         for choice in request.choices:
             self._leave(choice)
+        self._busy_at = time.monotonic()
         self._look()
 
     def _refuse(self, request: DecodeRequest, refusal: Refusal) -> None:
@@ -436,6 +425,41 @@ class _Texts(Stop):
     def cut(self, row: int, tokens: list[int]) -> int | None:
         text = self._batcher.text_of(row).text
         return None if text is None else text.cut(tokens)
+
+
+def next_texts(
+    waiting: Iterable[AnswerChoice], running: Collection[AnswerChoice], max_rows: int
+) -> list[AnswerChoice]:
+    """The next texts that begin together, of those that wait in this order. None if no row is free
+    or no text may begin.
+
+    A free row goes to the request that has the fewest rows, and of these to the one that came
+    first. So a request of many texts does not hold up the others. After a pass that failed, its
+    texts begin one by one, until the next pass.
+    """
+    free = max_rows - len(running)
+    alone = any(choice.suspect for choice in running)
+    ready = [choice for choice in waiting if not (alone and choice.suspect)]
+    if free < 1 or not ready:
+        return []
+    rows = Counter(choice.request for choice in running)
+    first = min(ready, key=lambda choice: rows[choice.request])
+    others = [rows[choice.request] for choice in ready if choice.request is not first.request]
+    # As many as until another request has as few rows.
+    count = max(min(free, min(others) - rows[first.request]), 1) if others else free
+    return _alike(first, ready)[:count]
+
+
+def _alike(first: AnswerChoice, waiting: Iterable[AnswerChoice]) -> list[AnswerChoice]:
+    """The texts of a request that can begin together with its first one: they have the same prompt.
+    A text that begins again has its own."""
+    if first.tokens or first.suspect:
+        return [first]
+    return [
+        choice
+        for choice in waiting
+        if choice.request is first.request and choice.prompt is first.prompt and not choice.tokens
+    ]
 
 
 def _ending() -> Refusal:

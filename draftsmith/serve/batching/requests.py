@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -12,15 +12,24 @@ from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
 from decode.text_stream import AnswerText, Stop
+from draftsmith.net.api_error import ApiError
 from draftsmith.net.few_lines import server_logger
 from draftsmith.serve.batching.answer_tokens import AnswerTokens, NewTokens, Piece, TokenBytes
 
 logger = server_logger(__name__)
 
-Reason = Literal["full", "draining", "memory", "waited", "overran", "failed", "unread"]
+STATUS = {
+    "full": 503,
+    "draining": 503,
+    "memory": 503,
+    "waited": 429,
+    "overran": 504,
+    "failed": 500,
+    "unread": 408,
+}
 
 
-class Refusal(Exception):
+class Refusal(ApiError):
     """A request gets no answer, or no complete one. retry_after: seconds, if it is worth a retry.
 
     full: too many texts, or tokens of prompts, wait. draining: the service ends. memory: there is
@@ -28,9 +37,11 @@ class Refusal(Exception):
     the decode could not go on. unread: the client does not read its answer.
     """
 
-    def __init__(self, reason: Reason, message: str, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.reason, self.retry_after = reason, retry_after
+    def __init__(self, reason: str, message: str, retry_after: int | None = None) -> None:
+        super().__init__(
+            STATUS[reason], message, kind="server_error", code=reason, retry_after=retry_after
+        )
+        self.reason = reason
 
     @classmethod
     def of(cls, error: Exception, retry_after: int | None) -> "Refusal":
@@ -63,18 +74,6 @@ class Job:
     label: str | None = None
     shown: frozenset[int] = frozenset()
 
-    def choices(self, random_bits: Callable[[int], int]) -> list["AnswerChoice"]:
-        """The texts, before they begin. random_bits: makes seeds."""
-        choices = list[AnswerChoice]()
-        for prompt in self.prompts:
-            # Equal prompts of one request get different texts, unless it names a seed.
-            seed = random_bits(62) if self.seed is None else self.seed
-            choices += [
-                AnswerChoice(len(choices) + sample, prompt, seed, sample)
-                for sample in range(self.texts)
-            ]
-        return choices
-
 
 @dataclass(eq=False)
 class AnswerChoice:
@@ -83,9 +82,9 @@ class AnswerChoice:
     accepted: its verification passes and draft tokens so far. versions: the versions of the
     drafter, in its first and its last pass. lossy: the last lossy rule that judged its drafts.
     cached: tokens of its prompt that were in the prefix cache; None: there is none, or another text
-    read it. suspect: it ran in a pass that failed, and in none since. text: since it has a row.
-    request: the one that it is in, which sets this."""
+    read it. suspect: it ran in a pass that failed, and in none since. text: since it has a row."""
 
+    request: "DecodeRequest" = field(repr=False)
     index: int
     prompt: Sequence[int]
     seed: int
@@ -101,7 +100,6 @@ class AnswerChoice:
     cached: int | None = None
     suspect: bool = False
     text: AnswerText | None = None
-    request: "DecodeRequest" = field(init=False, repr=False)
     _last: float = 0.0  # when it got its last tokens
     # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
     _traced: tuple[int, Sequence[int]] = (0, ())
@@ -156,20 +154,25 @@ Event = Piece | Refusal
 @dataclass(eq=False)
 class DecodeRequest:
     """A job, and its texts on their way. deliver: called in the decoding thread with each event,
-    never after `cancel` has been seen or a refusal delivered. begun: when the last of its texts got
-    a row; None: they all wait. `RequestBatcher.submit` takes it."""
+    never after `cancel` has been seen or a refusal delivered. random_bits: makes seeds. begun: when
+    the last of its texts got a row; None: they all wait. `RequestBatcher.submit` takes it."""
 
     job: Job
-    choices: list[AnswerChoice]
     deliver: Callable[[Event], None]
+    random_bits: InitVar[Callable[[int], int]]
+    choices: list[AnswerChoice] = field(init=False, default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
     begun: float | None = None
     _shared: RowSettings = field(init=False, repr=False)  # of the rows of all texts
 
-    def __post_init__(self) -> None:
-        for choice in self.choices:
-            choice.request = self
+    def __post_init__(self, random_bits: Callable[[int], int]) -> None:
+        job = self.job
+        for prompt in job.prompts:
+            # Equal prompts of one request get different texts, unless it names a seed.
+            seed = random_bits(62) if job.seed is None else job.seed
+            for sample in range(job.texts):
+                self.choices.append(AnswerChoice(self, len(self.choices), prompt, seed, sample))
 
     def take(self, stop: Stop, draft_temperature: float | None) -> RowSettings:
         """Make what all its texts are decoded with. draft_temperature: None: as the texts'."""

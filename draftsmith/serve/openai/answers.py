@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import DONE, event
 from draftsmith.serve.batching.answer_tokens import AnswerToken, Piece
 from draftsmith.serve.batching.requests import AnswerChoice
-from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.reading import ReadRequest
 from draftsmith.serve.openai.text_request import Several, StreamOptions
 from draftsmith.serve.openai.tools import CallText, call_ids

@@ -1,6 +1,7 @@
 """Reads JSON by a contract: which fields of an object are served, which change nothing, and which
 are refused."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,13 +11,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import from_json
 
 from decode.base.errors import nearest
-from draftsmith.serve.openai.api_errors import LONGEST_SHOWN, ApiError, cut, unfit
+from draftsmith.net.api_error import ApiError, cut
 from train.base.config_file import describe
 from train.settings.schema import Untitled
 
 # By cause: the fields, with the values that ask for nothing.
 Refused = Mapping[str, Mapping[str, tuple[Any, ...]]]
 MOST_NAMED = 8  # fields in an error
+LONGEST_SHOWN = 60  # characters of a value or a name of the client
 UNKNOWN = "unknown to this service"
 
 
@@ -141,6 +143,27 @@ def _as_api_error(
         message = message if message.startswith(name) else f"{param}: {message}"
         return ApiError(400, message, param=param, code="invalid_value")
     return unfit(param, values[name], expected_of(kind)[name])
+
+
+def unfit(param: str, value: Any, expected: str) -> ApiError:
+    """A value that does not fit its field."""
+    message = f"{param} is {shown(value)}; expected {expected}"
+    return ApiError(400, message, param=param, code="invalid_value")
+
+
+def shown(value: Any) -> str:
+    """A value of JSON in an error.
+
+    >>> shown([1, 2]), shown("hot"), shown(None)
+    ('a list of 2', '"hot"', 'null')
+    """
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "an object"
+    # The text is cut first: it may be long.
+    value = value[:LONGEST_SHOWN] if isinstance(value, str) else value
+    return cut(json.dumps(value, ensure_ascii=False), LONGEST_SHOWN)
 
 
 def missing(param: str) -> ApiError:

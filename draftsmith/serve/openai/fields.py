@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from draftsmith.serve.openai.api_errors import ApiError, shown
-from draftsmith.serve.openai.contract import Refused
+from draftsmith.net.api_error import ApiError
+from draftsmith.serve.openai.contract import Refused, shown
 
 _LABEL = "labels the request for its sender"
 _CACHE = "the prefix cache needs no advice"

@@ -4,12 +4,12 @@ These validators raise ApiError with the place of the first fault in the request
 """
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, WithJsonSchema
 
-from draftsmith.serve.openai.api_errors import ApiError, unfit
-from draftsmith.serve.openai.contract import Contract, RequestPart, missing, validated
+from draftsmith.net.api_error import ApiError
+from draftsmith.serve.openai.contract import Contract, RequestPart, missing, unfit, validated
 from draftsmith.serve.openai.fields import (
     MESSAGE_IGNORED,
     MESSAGE_REFUSED,
@@ -60,7 +60,7 @@ def _chat_message(value: Any, path: str) -> dict[str, Any]:
     """A message of a chat, which may have calls of tools or what a tool answered."""
     match value:
         case {"role": "tool"}:
-            content = _text(value.get("content"), f"{path}.content")
+            content = read_text(value.get("content"), f"{path}.content")
             said = validated(TOOL_MESSAGE, value | {"content": content}, path)
             return said.model_dump()
         case {"role": "assistant", "tool_calls": [_, *_] as calls}:
@@ -96,7 +96,7 @@ def _message(value: Any, path: str) -> dict[str, str]:
     empty = values.get("role") == "assistant" and value.get("content") is None
     if "content" not in values and not empty:
         raise missing(f"{path}.content")
-    content = _text(values.get("content", ""), f"{path}.content")
+    content = read_text(values.get("content", ""), f"{path}.content")
     said = validated(MESSAGE, values | {"content": content}, path)
     # Chat templates know no developer.
     role = "system" if said.role == "developer" else said.role
@@ -105,20 +105,18 @@ def _message(value: Any, path: str) -> dict[str, str]:
     return {"role": role, "content": content, **thought}
 
 
-def _text(content: Any, path: str) -> str:
-    """The text of a message, given as text or in parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise unfit(path, content, "text or a list of parts of text")
-    return "\n".join(_part(part, f"{path}.{at}") for at, part in enumerate(content))
-
-
-def _part(value: Any, path: str) -> str:
-    match value:
-        case {"type": str(kind)} if kind not in ("text", "input_text", "output_text"):
-            raise unsupported(kind, f"{path}.type")
-    return str(validated(PART, value, path).text)
+def read_text(value: Any, path: str, part: Contract = PART, parts: str = "parts") -> str:
+    """A text, given as text or in parts of text. part: the contract of one. parts: their name."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise unfit(path, value, f"text or a list of {parts} of text")
+    kinds = get_args(part.served.model_fields["type"].annotation)
+    for at, one in enumerate(value):
+        match one:
+            case {"type": str(kind)} if kind not in kinds:
+                raise unsupported(kind, f"{path}.{at}.type")
+    return "\n".join(validated(part, x, f"{path}.{at}").text for at, x in enumerate(value))
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
@@ -177,7 +175,7 @@ def read_items(value: Any) -> list[dict[str, Any]]:
                 call = _call({"id": item.get("call_id"), "function": item}, path)
                 messages[-1].setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output"}:
-                content = _text(item.get("output"), f"{path}.output")
+                content = read_text(item.get("output"), f"{path}.output")
                 said = {"tool_call_id": item.get("call_id"), "content": content}
                 messages.append(
                     validated(TOOL_MESSAGE, {"role": "tool", **said}, path).model_dump()

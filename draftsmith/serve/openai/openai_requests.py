@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
-from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.net.api_error import ApiError
 from draftsmith.serve.openai.contract import Contract, RequestPart
 from draftsmith.serve.openai.fields import IGNORED, REFUSED, ignored_by
 from draftsmith.serve.openai.formats import (
@@ -171,6 +171,7 @@ class ResponsesRequest(Tooled):
     asks = "input"
     limits = ("max_output_tokens",)
     keeps_store = False  # OpenAI's default is true
+    formats = ("structured_outputs", "text_grammar")
 
     input: Annotated[
         list[dict[str, Any]],
@@ -199,9 +200,9 @@ class ResponsesRequest(Tooled):
         Reasoning(), description="the effort is a variable of the chat template"
     )
 
-    def _grammars(self) -> list[AskedGrammar]:
-        form = self.text.grammar
-        return [*super()._grammars(), *(() if form is None else (form,))]
+    @property
+    def text_grammar(self) -> AskedGrammar | None:
+        return self.text.grammar
 
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.instructions is None else [self.instructions]

@@ -14,9 +14,9 @@ from decode.base.threads import run_in_thread
 from decode.draw.sampling import Sampling
 from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
+from draftsmith.net.api_error import ApiError
 from draftsmith.serve.batching.requests import Job
-from draftsmith.serve.openai.api_errors import ApiError, refused, shown
-from draftsmith.serve.openai.contract import Contract, parse
+from draftsmith.serve.openai.contract import Contract, parse, shown
 from draftsmith.serve.openai.formats import AskedGrammar
 from draftsmith.serve.openai.text_request import TextRequest, Tooled
 from draftsmith.serve.openai.tools import Calls, require_tools
@@ -213,6 +213,11 @@ class BodyReader:
             least = -(-_characters(prompt) // self._longest)
         if least >= self.limits.context:
             raise self.limits.too_long(asked.asks, f"it has {least} tokens or more")
+
+
+def refused(error: UserError, param: str | None = None, code: str | None = None) -> ApiError:
+    """A request that the decode refuses."""
+    return ApiError(400, str(error), param=param, code=code)
 
 
 def _characters(prompt: Prompt) -> int:

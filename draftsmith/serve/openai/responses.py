@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import event
 from draftsmith.serve.batching.answer_tokens import AnswerToken, Piece
 from draftsmith.serve.openai.answers import ApiAnswer, entries
-from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.openai_requests import ResponsesRequest
 from draftsmith.serve.openai.text_request import Tooled
 

@@ -3,21 +3,21 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from functools import cached_property
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
     WithJsonSchema,
-    create_model,
     model_validator,
 )
 
 from decode.draw.sampling import Sampling
 from decode.text import Prompt
-from draftsmith.serve.openai.api_errors import ApiError, shown
-from draftsmith.serve.openai.contract import Contract, RequestPart, validated
+from draftsmith.net.api_error import ApiError
+from draftsmith.serve.openai.contract import Contract, RequestPart, shown, validated
 from draftsmith.serve.openai.formats import (
     METHODS,
     AskedGrammar,
@@ -86,29 +86,9 @@ FUNCTIONS = WithJsonSchema({"title": "a list of functions"})
 CHOICE = WithJsonSchema({"title": "auto, none, required, or a function by its name"})
 
 
-_DRAWN = {x.name: x.metadata for x in fields(Sampling) if x.metadata}
-
-
-def _drawn(name: str) -> Any:
-    """The field of a request for a field of `Sampling`."""
-    kind = _DRAWN[name]["json"] or get_type_hints(Sampling)[name]
-    return kind | None, Field(None, description=_DRAWN[name]["said"])
-
-
-if TYPE_CHECKING:
-
-    class Drawn(RequestPart):
-        temperature: float | None
-        top_p: float | None
-        min_tokens: int | None
-
-else:
-    Drawn = create_model("Drawn", __base__=RequestPart, **{x: _drawn(x) for x in _DRAWN})
-
-
-class TextRequest(Drawn):
-    """What all kinds of requests have: how text is drawn, which `Sampling` declares, and more.
-    None: as the service is set."""
+class TextRequest(RequestPart):
+    """What all kinds of requests have: how text is drawn, as in `Sampling` (None: as the service is
+    set), and more."""
 
     # The field with what is answered, and the names of those that limit the length of a text, the
     # first one that is given.
@@ -117,7 +97,31 @@ class TextRequest(Drawn):
     default_limit: ClassVar[int | None] = None
     # `store` asks for something that only a service that learns does.
     keeps_store: ClassVar[bool] = True
+    # What has the format that a request forces, if it does, beside `guided_*`.
+    formats: ClassVar[tuple[str, ...]] = ("structured_outputs",)
 
+    repetition_penalty: float | None = Field(None, description="1: none")
+    presence_penalty: float | None = Field(
+        None, description="from −2 to 2, for tokens that were generated"
+    )
+    frequency_penalty: float | None = Field(
+        None, description="from −2 to 2, for each time that a token was generated"
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="what is added to the logits of token ids, from −100 to 100"
+    )
+    min_tokens: int | None = Field(
+        None, description="no end token before this number of tokens exists"
+    )
+    stop_token_ids: list[int] | None = Field(None, description="token ids that end the text")
+    temperature: float | None = Field(None, description="0: greedy")
+    top_k: int | None = Field(
+        None, description="how many of the likeliest tokens stay; 0 and -1: all"
+    )
+    top_p: float | None = Field(None, description="the likeliest tokens with this probability")
+    min_p: float | None = Field(
+        None, description="tokens at least so likely, relative to the likeliest"
+    )
     model: str = Field(description="the name of the model, see /v1/models")
     seed: int | None = Field(
         None,
@@ -153,7 +157,7 @@ class TextRequest(Drawn):
 
     @model_validator(mode="after")
     def _one_grammar(self) -> "TextRequest":
-        asked = self._grammars()
+        asked = self._grammars
         if len(asked) > 1:
             message = f"{' and '.join(x.field for x in asked)} are given; choose one format"
             raise ApiError(400, message, param=asked[1].field, code="invalid_value")
@@ -165,16 +169,17 @@ class TextRequest(Drawn):
             raise ApiError(400, f"{said}; leave it out", param="min_tokens", code="invalid_value")
         return self
 
+    @cached_property
     def _grammars(self) -> list[AskedGrammar]:
         guided = ((f"guided_{name}", method) for name, method in METHODS.items())
         asked = [AskedGrammar(field, x, getattr(self, field)) for field, x in guided]
-        said = [x for x in asked if x.given is not None]
-        return said if self.structured_outputs is None else [*said, self.structured_outputs]
+        formats = (getattr(self, name) for name in self.formats)
+        return [x for x in asked if x.given is not None] + [x for x in formats if x is not None]
 
     @property
     def grammar(self) -> AskedGrammar | None:
         """The grammar of the texts. None: any text."""
-        return next(iter(self._grammars()), None)
+        return next(iter(self._grammars), None)
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
@@ -209,12 +214,14 @@ class TextRequest(Drawn):
 
     def sampling(self, default: Sampling) -> Sampling:
         """How text is drawn. default: for what the request does not say. Raises UserError."""
-        said = {name: getattr(self, name) for name in _DRAWN}
+        said = {x.name: getattr(self, x.name) for x in fields(default) if x.name != "grammar"}
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 
 
 class Several(TextRequest):
     """Requests that may ask for several texts of one prompt."""
+
+    formats = ("structured_outputs", "response_format")
 
     max_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
     n: int = Field(1, ge=1, description="how many texts each prompt gets")
@@ -228,10 +235,6 @@ class Several(TextRequest):
     response_format: Annotated[
         AskedGrammar | None, PlainValidator(read_response_format), OBJECT
     ] = Field(None, description="`json_object`, or `json_schema` with a schema")
-
-    def _grammars(self) -> list[AskedGrammar]:
-        format_ = self.response_format
-        return [*super()._grammars(), *(() if format_ is None else (format_,))]
 
     @property
     def texts(self) -> int:

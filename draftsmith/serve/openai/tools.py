@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import begun, decode, special_ids
-from draftsmith.serve.openai.api_errors import ApiError, unfit
+from draftsmith.net.api_error import ApiError
+from draftsmith.serve.openai.contract import unfit
 from draftsmith.serve.openai.formats import AskedGrammar
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
