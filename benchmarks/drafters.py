@@ -23,7 +23,9 @@ and states that it learned from.
 --grid measures instead whether drafts of one drafter (--drafter, default ngram) ever cost: with the
 policy `worth`, beside plain decoding and fixed drafts, in turns, for batches of 1 to 16, behind up
 to 7,000 tokens, for chat, code and random tokens, greedy and at temperature 1
-(`benchmarks.shared.never_slower`). No time has the target's pass over the prompts.
+(`benchmarks.shared.never_slower`). No time has the target's pass over the prompts. For each batch
+size, and for each with one temperature, it ends with the mean ratios, their intervals over the
+paired rounds, and the worst cell.
 """
 
 from pathlib import Path

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +30,7 @@ from benchmarks.shared.drafter_contestants import (
     untrained,
 )
 from benchmarks.shared.never_slower import KINDS as TEXT_KINDS
-from benchmarks.shared.never_slower import Cell, Grid
+from benchmarks.shared.never_slower import Cell, Grid, summaries
 from benchmarks.shared.never_slower import prompts_of as cell_prompts
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
@@ -60,6 +61,32 @@ def test_a_cell_of_the_grid_has_the_same_prompts_and_texts_for_all():
     assert all(one["tokens_per_second"] > 0 for one in figures.values())
     assert figures["plain"]["tokens_per_step"] == 1
     assert {one["fed_over_needed"] for one in figures.values()} == {1.0}
+
+
+def test_ratios_of_the_grid_are_means_of_cells_over_paired_rounds():
+    """Rounds differ by a factor of four, and in each of them `worth` has the same speed over plain
+    decoding's. A cell of long steps weighs as much as one of short ones."""
+    slow = np.array([1.0, 4.0, 2.0, 1.0])
+    cells = []
+    for temperature, step, gain in ((0.0, 0.01, 1.5), (0.0, 1.0, 1.5), (1.0, 1.0, 0.9)):
+        times = {
+            "plain": slow,
+            "plain again": slow * 1.25,
+            "worth": slow / gain,
+            "4 deep": slow * 2,
+        }
+        rounds = {name: {"seconds_per_token": [*(step * x)]} for name, x in times.items()}
+        cell = {"kind": "chat", "behind": 0, "temperature": temperature, "batch": 8}
+        cells.append(cell | {"contestants": rounds, "vs_plain": gain})
+    both, greedy, drawn = summaries(cells)
+    assert (both["temperature"], greedy["temperature"], drawn["temperature"]) == (None, 0.0, 1.0)
+    assert list(greedy["vs_plain"].values()) == pytest.approx([1.5] * 3)
+    assert greedy["vs_best"] == greedy["vs_plain"]
+    assert greedy["again_vs_plain"]["high"] == pytest.approx(0.8)
+    assert both["vs_plain"]["value"] == pytest.approx(1.3)
+    assert 0.9 < both["vs_plain"]["low"] < 1.3 < both["vs_plain"]["high"] < 1.9
+    assert both["worst"] == {**{name: cells[2][name] for name in both["worst"]}, "vs_plain": 0.9}
+    assert "low" not in drawn["vs_plain"]  # four rounds are too few
 
 
 def test_each_drafter_is_compared_or_left_out_with_a_reason():

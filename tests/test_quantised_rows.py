@@ -77,6 +77,22 @@ def test_products_have_the_bits_of_float32(names: list[str]) -> None:
     assert torch.equal(unpacked(product.blocks[0], torch.float32), weights)
 
 
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x0001, 0x83FF])
+@pytest.mark.parametrize("name", TYPES)
+def test_infinite_and_subnormal_scales_give_the_bits_of_float32(name: str, bits: int) -> None:
+    """A row whose first scale is ±∞, or the smallest or the largest subnormal number of float16."""
+    kind, raw = stored(name, 32, 256)
+    at = GGML_QUANT_SIZES[kind][1] - 2 if name == "Q6_K" else 0
+    raw[3, at : at + 2] = np.array([bits], np.uint16).view(np.uint8)
+    file = QuantisedFile([(kind, raw)])
+    with np.errstate(invalid="ignore"):  # ∞ · 0 is no number: such a weight is packed as any other
+        own, plain = (PackedLinear(layer_of(kind, raw, slice(None), x)) for x in (file, None))
+    assert own.blocks[0].form >= FIRST or bits & 0x7C00
+    x = torch.randn(13, 256, generator=torch.Generator().manual_seed(0))
+    for count in (1, 5, 13):
+        assert torch.equal(own(x[:count]).view(torch.int32), plain(x[:count]).view(torch.int32))
+
+
 def test_a_changed_or_foreign_weight_is_packed_as_any_other() -> None:
     kind, raw = stored("Q4_1", 32, 64)
     file = QuantisedFile([(kind, raw)])

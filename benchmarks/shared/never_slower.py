@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import PROMPTS, rows_table
+from benchmarks.common import PROMPTS, format_interval, rows_table
 from benchmarks.shared.notes import behind_notes, notes_of
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
@@ -22,6 +22,7 @@ from decode.settings import DecodeSettings
 from decode.verification import Verification
 from train.base.console import Reporter
 from train.data.read import Example, read_examples, spread
+from train.measure.intervals import ratio_of_totals
 
 # By --quick.
 BATCHES = {True: (1, 8), False: (1, 2, 4, 8, 16)}
@@ -31,6 +32,12 @@ FIXED = (1, 4)  # the depths of fixed drafts
 KINDS = ("chat", "code", "noise")
 NOISE = 24  # random tokens of a question that is none
 PREFIXES = 2 << 30  # bytes; the notes before the questions are read once
+RATIOS = {
+    "vs_plain": ("worth", "plain"),
+    "vs_best": ("worth", "best"),
+    "again_vs_plain": ("plain again", "plain"),
+}
+TITLES = {"vs_plain": "÷ plain", "vs_best": "÷ best", "again_vs_plain": "plain again ÷ plain"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class Grid:
             self._decoders[name, temperature] = made
         return self._decoders[name, temperature]
 
-    def measure(self, cell: Cell, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+    def measure(self, cell: Cell, tokens: int, rounds: int) -> dict[str, dict[str, Any]]:
         """The figures of each contestant. All have the same prompts, in turns: other ones in each
         round, and those of the first round before, which do not count."""
         rows = prompts_of(self.target, cell, rounds * cell.batch, tokens)
@@ -124,49 +131,75 @@ class Grid:
         return {name: figures(runs) for name, runs in taken.items()}
 
 
-def figures(runs: Sequence[Steady]) -> dict[str, float]:
-    """Tokens a second, tokens a step and row, and the tokens that were fed over those that the
-    rows needed."""
+def figures(runs: Sequence[Steady]) -> dict[str, Any]:
+    """Tokens a second, seconds a token of each round, tokens a step and row, and the tokens that
+    were fed over those that the rows needed."""
     steps = [step for run in runs for step in run.steps]
-    emitted = sum(int(step.emitted.sum()) for step in steps)
+    emitted = [sum(int(step.emitted.sum()) for step in run.steps) for run in runs]
     rows = sum(len(step.rows) for step in steps)
     return {
-        "tokens_per_second": emitted / sum(run.seconds for run in runs),
-        "tokens_per_step": emitted / rows,
+        "tokens_per_second": sum(emitted) / sum(run.seconds for run in runs),
+        "seconds_per_token": [
+            run.seconds / tokens for run, tokens in zip(runs, emitted, strict=True)
+        ],
+        "tokens_per_step": sum(emitted) / rows,
         "fed_over_needed": sum(step.fed for step in steps)
         / (rows + sum(int(step.drafted.sum()) for step in steps)),
     }
 
 
+def _times(cell: dict[str, Any], name: str) -> np.ndarray:
+    """Seconds a token by round. name: of a contestant, or "best": the fastest but `worth`."""
+    times = {one: np.array(x["seconds_per_token"]) for one, x in cell["contestants"].items()}
+    if name == "best":
+        name = min((one for one in times if one != "worth"), key=lambda one: times[one].mean())
+    return times[name]
+
+
+def mean_ratio(cells: Sequence[dict[str, Any]], ours: str, theirs: str) -> dict[str, float]:
+    """The speed of `ours` over that of `theirs`: the mean of the cells, each with the same weight,
+    and the ends of its 95% interval over the paired rounds. Differences between cells are in it."""
+    sides = [(_times(cell, theirs), _times(cell, ours)) for cell in cells]
+    scaled = [(their / our.mean(), our / our.mean()) for their, our in sides]
+    found = ratio_of_totals(*(np.concatenate(side) for side in zip(*scaled, strict=True)))
+    assert found is not None  # each round took time
+    return found
+
+
+def summaries(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """RATIOS and the worst cell ÷ plain, by batch size, and by batch size and temperature."""
+    found = []
+    for size in sorted({cell["batch"] for cell in cells}):
+        for temperature in (None, *sorted({cell["temperature"] for cell in cells})):
+            some = [
+                x for x in cells if x["batch"] == size and temperature in (None, x["temperature"])
+            ]
+            worst = min(some, key=lambda cell: cell["vs_plain"])
+            part = {"batch": size, "temperature": temperature}
+            part |= {name: mean_ratio(some, *sides) for name, sides in RATIOS.items()}
+            part["worst"] = {
+                name: worst[name] for name in ("kind", "behind", "temperature", "vs_plain")
+            }
+            found.append(part)
+    return found
+
+
 def hold_grid(
     target: Target, drafter: str, gamma: int, quick: bool, reporter: Reporter
 ) -> dict[str, Any]:
-    """Measure and print all cells. Returns them, with the speed of `worth` over plain decoding in
-    the worst one and on average, and over the best setting, plain among them, on average. The same
-    of plain decoding beside itself says how far chance goes."""
+    """Measure and print all cells, and RATIOS by batch size and temperature (None: both). The best
+    setting is of each cell, plain among them, chosen by the same times, so chance helps it. Plain
+    decoding beside itself says how far chance goes."""
     grid, measured = Grid(target, drafter, gamma), []
     # The batches of one length one after the other: the notes before them are known then.
     for behind, kind, temperature, batch in product(
         BEHIND[quick], KINDS, (0.0, 1.0), BATCHES[quick]
     ):
         cell = Cell(kind, behind, temperature, batch)
-        one = grid.measure(cell, TOKENS[quick], ROUNDS[quick])
-        speed = {name: values["tokens_per_second"] for name, values in one.items()}
-        best = max(value for name, value in speed.items() if name != "worth")
-        ratios = {
-            "vs_plain": speed["worth"] / speed["plain"],
-            "vs_best": speed["worth"] / best,
-            "again_vs_plain": speed["plain again"] / speed["plain"],
-        }
-        measured.append({**asdict(cell), **ratios, "contestants": one})
-        reporter.say(f"{cell}: {ratios['vs_plain']:.2f} of plain, {ratios['vs_best']:.2f} of best")
-    ratios = {}
-    for size in BATCHES[quick]:
-        cells = [one for one in measured if one["batch"] == size]
-        for name in ("vs_plain", "vs_best", "again_vs_plain"):
-            values = [one[name] for one in cells]
-            ratios[f"batch {size}: {name}, worst"] = float(min(values))
-            ratios[f"batch {size}: {name}, mean"] = float(np.mean(values))
+        one = {**asdict(cell), "contestants": grid.measure(cell, TOKENS[quick], ROUNDS[quick])}
+        one |= {name: mean_ratio([one], *sides)["value"] for name, sides in RATIOS.items()}
+        measured.append(one)
+        reporter.say(f"{cell}: {one['vs_plain']:.2f} of plain, {one['vs_best']:.2f} of best")
     rows = [
         {name: str(one[name]) for name in ("kind", "behind", "temperature", "batch")}
         | {name: f"{x['tokens_per_second']:.0f}" for name, x in one["contestants"].items()}
@@ -175,5 +208,21 @@ def hold_grid(
         for one in measured
     ]
     reporter.table(rows_table(f"{drafter}: tokens a second", rows))
-    reporter.say("; ".join(f"{name} {value:.2f}" for name, value in ratios.items()))
+    ratios = summaries(measured)
+    rows = [
+        {
+            "batch": str(x["batch"]),
+            "T": "both" if x["temperature"] is None else f"{x['temperature']:g}",
+        }
+        | {title: format_interval(x[name], 2) for name, title in TITLES.items()}
+        | {
+            "worst ÷ plain": "{vs_plain:.2f}: {kind}, {behind}, T = {temperature:g}".format(
+                **x["worst"]
+            )
+        }
+        for x in ratios
+    ]
+    reporter.table(
+        rows_table(f"{drafter}, `worth`: mean of the cells [95% over paired rounds]", rows)
+    )
     return {"ratios": ratios, "cells": measured}

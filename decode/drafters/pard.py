@@ -164,7 +164,7 @@ class ParallelLMDrafter(SmallLMDrafter):
 
     def _places(self, contexts: Contexts, drafting: np.ndarray, count: int) -> Tensor:
         """[B, count, V']: the logits of the next tokens. drafting: bool [B], the rows that draft.
-        count: K."""
+        count: K. Where transformers' own forward pads (`lm.pads`), much padding is no one pass."""
         ends, masks = contexts.lengths, count - 1
         counts = self.missing(ends, drafting)
         lacking = int(counts[drafting].max())

@@ -22,7 +22,8 @@ SCORED_TOKENS = 32
 
 def pads_little(counts: np.ndarray, width: int) -> bool:
     """Whether one pass may feed `width` tokens of each row, of which counts, int [B], are no
-    padding."""
+    padding. Asked only for what computes padding: transformers' own forward, and layers of
+    heads."""
     return width * len(counts) - int(counts.sum()) <= max(PADDING, ROW_PADDING * len(counts))
 
 
