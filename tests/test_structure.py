@@ -22,7 +22,7 @@ from tools.structure import (
 
 # `accelerate launch -m train` is a command: it starts the command line's own `train`.
 OUTWARD = {
-    ("train.__main__", "draftsmith.cli.train"),
+    ("train.__main__", "draftsmith.cli.main"),
 }
 
 
