@@ -35,7 +35,7 @@ help:
 	@echo "make smoke-newest a few of them, in a few minutes"
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make test-thorough  longer tests: more kinds and more repetitions than make test has"
-	@echo "make lint         ruff and mypy"
+	@echo "make lint         ruff and mypy, which it installs"
 	@echo "make docs         the documentation's site, in site/"
 	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
 	@echo "make engine-openvino OpenVINO GenAI in $(ENGINES)/openvino: 1.6 GB, 2 min"
@@ -204,7 +204,11 @@ findings:
 		echo "$$(basename $$file .sh): $$found"; \
 	done
 
-lint: install
+$(VENV)/.lint: $(VENV)/.installed
+	$(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt --editable ".[lint]"
+	touch $@
+
+lint: $(VENV)/.lint
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -218,7 +222,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --site-dir $(abspath $(SITE))
 
-format: install
+format: $(VENV)/.lint
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 

@@ -23,6 +23,7 @@ from draftsmith.net.limits import ServerLimits
 from draftsmith.serve.batching.requests import RequestBounds
 from tests.tiny import save_tiny
 from tools.structure import count_options
+from train.base.exit_status import ExitStatus
 
 GROUP = typer.main.get_command(app)
 NAMES: list[str] = sorted(GROUP.commands)  # type: ignore[attr-defined]
@@ -76,6 +77,23 @@ def test_the_module_is_the_command(
     with pytest.raises(SystemExit):
         runpy.run_module(module, run_name="__main__")
     assert capsys.readouterr().out == f"draftsmith {version('draftsmith')}\n"
+
+
+def test_a_launched_training_refuses_a_config_as_the_command_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`accelerate launch -m train`: one line and the same exit status, no traceback."""
+    config = tmp_path / "config.yaml"
+    config.write_text("name: one\ntarget: {model: m}\ntrane: 1\n", "utf-8")
+    monkeypatch.setattr(sys, "argv", ["train", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("train", run_name="__main__")
+    launched = capsys.readouterr()
+    command = CliRunner().invoke(app, ["train", str(config)])
+    assert (ended.value.code, launched.err) == (command.exit_code, command.stderr)
+    assert ended.value.code == ExitStatus.BAD_INPUT
+    assert launched.err.startswith("error: ")
+    assert "trane" in launched.err
 
 
 def test_the_commands_have_few_options() -> None:

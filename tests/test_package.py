@@ -93,11 +93,12 @@ def required(lines: list[str]) -> set[str]:
 
 
 def optional_packages() -> set[str]:
-    """The names to import what the extras install and the dependencies do not. `dev` and `docs` are
-    for work on the repository."""
+    """The names to import what the extras install and the dependencies do not. `dev`, `docs` and
+    `lint` are for work on the repository."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"].items()
-    lines = [line for name, lines in extras if name not in ("dev", "docs") for line in lines]
+    ours = ("dev", "docs", "lint")
+    lines = [line for name, lines in extras if name not in ours for line in lines]
     optional = {canonicalize_name(Requirement(line).name) for line in lines}
     optional -= required(project["dependencies"])
     packages = packages_distributions().items()

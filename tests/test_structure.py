@@ -14,6 +14,7 @@ import pytest
 from decode.base.install_command import install_command
 from tools.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, tracked
 from tools.structure import (
+    copies_of_a_text,
     count_lines,
     repeated_names,
     walk_of_a_decode_step,
@@ -23,7 +24,7 @@ from tools.structure import (
 
 # `accelerate launch -m train` is a command: it starts the command line's own `train`.
 OUTWARD = {
-    ("train.__main__", "draftsmith.cli.train"),
+    ("train.__main__", "draftsmith.cli.main"),
 }
 
 
@@ -65,7 +66,7 @@ def test_rooms_of_a_package_use_each_other_one_way() -> None:
 @pytest.mark.parametrize(
     ("walk", "most"),
     [
-        (walk_of_a_decode_step, 5700),
+        (walk_of_a_decode_step, 5400),
         (walk_of_a_distillation_step, 2685),
         (walk_of_a_heads_step, 3915),
     ],
@@ -74,6 +75,11 @@ def test_a_reader_of_a_typical_step_opens_few_lines(
     walk: Callable[[], list[str]], most: int
 ) -> None:
     assert count_lines(walk()) <= most
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_a_run_keeps_a_text_once_as_text_and_once_as_tokens() -> None:
+    assert copies_of_a_text() == 2
 
 
 def _opens_text(call: ast.Call) -> bool:

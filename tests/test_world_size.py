@@ -9,6 +9,7 @@ import re
 import socket
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from tests.training import (
     two_ranks,
 )
 from train.base.shared_disk import require_shared
+from train.loop import parallel
 from train.loop.accelerator import launched_accelerator
 from train.loop.checkpoint import Checkpoints
 from train.measure.ranks import Ranks
@@ -237,6 +239,14 @@ def test_shards_that_others_cannot_read_are_refused_by_name(tmp_path, before, no
     with pytest.raises(UserError, match=advice) as caught:
         checkpoints._require_same({"ranks": stored_count, "engine": stored_engine}, tmp_path)
     assert f"Launch {stored_count} ranks under {stored_engine} again" in str(caught.value)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_model_that_will_be_shards_is_never_whole_on_a_device(sharded: bool) -> None:
+    module, device = torch.nn.Linear(2, 2), torch.device("meta")
+    accelerator: Any = SimpleNamespace(is_fsdp2=sharded, device=device)
+    parallel.place(accelerator, module)
+    assert module.weight.device.type == ("cpu" if sharded else "meta")
 
 
 # --- disks ----------------------------------------------------------------------------------------

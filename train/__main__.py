@@ -1,8 +1,8 @@
 """`accelerate launch -m train CONFIG [overrides]`: the launched form of `draftsmith train`."""
 
-import typer
+import sys
 
-from draftsmith.cli.train import train
+from draftsmith.cli.main import app
 
 if __name__ == "__main__":
-    typer.run(train)
+    app(["train", *sys.argv[1:]], prog_name="draftsmith")
