@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.drafters.sparse import Watched
+from decode.drafters.sparse import WatchedLM
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward import few_rows
@@ -407,7 +407,7 @@ def test_layers_without_a_part_and_copies_of_layers(dtype: torch.dtype) -> None:
 
 def test_a_watch_gets_the_queries_of_each_layer(dtype: torch.dtype) -> None:
     model = target("llama", dtype)
-    lm = Watched(model)
+    lm = WatchedLM(model)
     seen: list[tuple[int, torch.Size, torch.Size]] = []
 
     def watch(layer: int, query: Any, key: Any, value: Any, scale: float) -> None:

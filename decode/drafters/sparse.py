@@ -56,7 +56,7 @@ class PartLM(CachedLM):
         return super().positions(base_B1 + omitted_B1, depth_BN)
 
 
-class Watched(CachedLM):
+class WatchedLM(CachedLM):
     """The target, which calls `watch` for the attention of each layer, with the layer's number and
     the arguments of `attention_mask.Watch`."""
 
@@ -69,7 +69,7 @@ class Watched(CachedLM):
         ]
 
 
-class Reader(Watched, LayerView):
+class SparseReader(WatchedLM, LayerView):
     """The target, whose queries choose. It reads the target's slots."""
 
 
@@ -142,7 +142,7 @@ def choose_chunks(query: Tensor, key: Tensor, part: KeptTokens, scale: float) ->
 def _reads_queries(lm: CachedLM, forward: Forward) -> bool:
     """Whether each layer of this forward of the target calls its watch, by a trial on one token."""
     seen: set[int] = set()
-    trial = Watched(lm.model, trial=True)
+    trial = WatchedLM(lm.model, trial=True)
     trial.forward_pass, trial.watch = forward, lambda layer, *rest: seen.add(layer)
     trial.reset(1, 1)
     with torch.inference_mode():
@@ -192,7 +192,7 @@ class SparseDrafter(VerifyingDrafter):
         self.sinks, self.recent, self.chunk = sinks, recent, chunk
         self.budget, self.every = budget, every
         self._target: CachedLM | None = None
-        self._reader: Reader | None = None
+        self._reader: SparseReader | None = None
         self._lm: PartLM | None = None
 
     @property
@@ -209,7 +209,7 @@ class SparseDrafter(VerifyingDrafter):
         if self._target is lm:
             return
         lm.view(Sublayers())  # refuses a target without a form that drafts
-        reader, kind = Reader(lm, Sublayers()), type(lm.model).__name__
+        reader, kind = SparseReader(lm, Sublayers()), type(lm.model).__name__
         windows = [window for window in layer_windows(lm.model) if window is not None]
         if windows and min(windows) < lm.max_positions:
             raise UserError(
@@ -297,7 +297,7 @@ class SparseDrafter(VerifyingDrafter):
         self._turn[due], self._copied[due] = part.turn[due], part.turn[due]
 
     def _gather(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> None:
-        """Choose in one layer of the target, and gather there. See `Watched`."""
+        """Choose in one layer of the target, and gather there. See `WatchedLM`."""
         part, kept = self._due_part, self.lm.slots.layers[layer]
         if not kept.is_initialized:
             kept.lazy_initialization(key, value)
