@@ -44,7 +44,7 @@ help:
 	@echo "make test-quantised the tests of targets that torchao quantised"
 	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
 	@echo "make test-peers   losses and gradients beside those of other trainers: 3 GB"
-	@echo "make audit-controls  servers with a planted error, and honest ones: what an audit says; 1 h"
+	@echo "make audit-controls  servers with a planted error, and honest ones: what an audit says; 15 min to 1 h"
 	@echo "make findings     what public packages do that one would guess wrong: still so, or changed"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
