@@ -74,7 +74,7 @@ class Trainable:
                     adapted = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
-            _require_own_weights(model, lora)
+            _require_own_weights(model)
         # Engines may take the model apart, so keep its structure, without its weights.
         self._parts = _rebuilt(
             (model, adapted, vocabulary),
@@ -133,7 +133,7 @@ def _rebuilt(parts: Any, parameters: dict[int, nn.Parameter]) -> Any:
     return copy.deepcopy(parts, dict(parameters))
 
 
-def _require_own_weights(model: Any, lora: LoraConfig) -> None:
+def _require_own_weights(model: Any) -> None:
     """Raise UserError for an adapter that could not be merged into the model that is trained: the
     output layer's, which losses read without it, or one on a weight that another layer shares."""
     output = getattr(model, "get_output_embeddings", lambda: None)()

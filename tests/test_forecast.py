@@ -53,6 +53,13 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None
     return make_first_run(tmp_path, monkeypatch)
 
 
+def refused(*arguments: str) -> str:
+    """What the command says of bad input."""
+    done = CliRunner().invoke(app, ["forecast", *arguments])
+    assert done.exit_code == 2
+    return " ".join(done.output.split())
+
+
 def measured(rates: np.ndarray, rng: np.random.Generator) -> list[Point]:
     """Trainings on ROWS with this acceptance, [3, D], as counts would tell of it."""
     counts = [rng.binomial(JUDGED.astype(int), row).astype(float) for row in rates]
@@ -61,8 +68,8 @@ def measured(rates: np.ndarray, rng: np.random.Generator) -> list[Point]:
 
 def law(rows: int, rate: float, most: float) -> np.ndarray:
     """A power law with a floor: not what is assumed, as no real drafter learns just so."""
-    refused = 1 - most + np.array([0.5, 0.6, 0.7]) * (rows / ROWS[0]) ** -rate
-    return 1 - np.minimum(refused, 1.0)
+    rejected = 1 - most + np.array([0.5, 0.6, 0.7]) * (rows / ROWS[0]) ** -rate
+    return 1 - np.minimum(rejected, 1.0)
 
 
 def after(
@@ -345,12 +352,7 @@ def test_costs_of_another_machine_are_used(base: Path) -> None:
     assert few["pilots"] == []
     assert "so no training was tried" in said
 
-    def refused(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["forecast", str(file), "--surface", *arguments])
-        assert done.exit_code == 2
-        return " ".join(done.output.split())
-
-    assert "leave out the others" in refused("there.json", "--load", "2")
+    assert "leave out the others" in refused(str(file), "--surface", "there.json", "--load", "2")
     renamed, said = forecast(
         str(file), "name=renamed", "stages.heads.name=other", "--surface", "there.json"
     )
@@ -360,10 +362,12 @@ def test_costs_of_another_machine_are_used(base: Path) -> None:
         other = json.loads(json.dumps(there))
         other["lines"][0]["cells"][0]["costs"]["v"] = broken
         Path("broken.json").write_text(json.dumps(other), encoding="utf-8")
-        assert "they are no figures" in refused("broken.json")
+        assert "they are no figures" in refused(str(file), "--surface", "broken.json")
     there["target"] = "llama of 5 weights"
     Path("there.json").write_text(json.dumps(there), encoding="utf-8")
-    assert "but that of the file of --surface a llama of 5" in refused("there.json")
+    assert "but that of the file of --surface a llama of 5" in refused(
+        str(file), "--surface", "there.json"
+    )
     Path("there.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match="expected what `draftsmith forecast --json FILE`"):
         read_forecast(Path("there.json"))
@@ -389,15 +393,10 @@ def test_kinds_that_the_config_lacks_are_forecast_beside_its_own(base: Path) -> 
     assert trained(*every) == ["heads", "eagle1", "small_lm"]
     assert made == {file: file.stat().st_mtime_ns for file in made}
 
-    def refused(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["forecast", *run, *arguments])
-        assert done.exit_code == 2
-        return " ".join(done.output.split())
-
-    assert 'Did you mean "eagle1"' in refused("--kinds", "eagel1")
+    assert 'Did you mean "eagle1"' in refused(*run, "--kinds", "eagel1")
     # Its drafter was made with another depth.
     assert trained() == ["heads"]
-    assert "was started with other settings" in refused("--kinds", "eagle1")
+    assert "was started with other settings" in refused(*run, "--kinds", "eagle1")
 
 
 @dataclass
@@ -474,16 +473,11 @@ def test_speeds_of_engines_become_what_drafts_are_worth_there(
             (at,) = forecast(*run, "--minutes", "0", "--engine", both)[0]["lines"][0]["engines"]
             assert (at["speeds"][0]["tokens_per_step"], at["plain"] is None) == (2.0, False)
 
-        def refused(*arguments: str) -> str:
-            done = CliRunner().invoke(app, ["forecast", *run, *arguments])
-            assert done.exit_code == 2
-            return " ".join(done.output.split())
-
-        assert 'Did you mean "heads"' in refused("--engine", f"head={few}")
-        assert "expected http://HOST:PORT" in refused("--engine", "somewhere")
-        assert "hides its counters" in refused("--engine", up(1, name=""))
-        assert "say whose it is" in refused("--engine", few, "--kinds", "eagle1")
-    assert "does not answer" in refused("--engine", few)
+        assert 'Did you mean "heads"' in refused(*run, "--engine", f"head={few}")
+        assert "expected http://HOST:PORT" in refused(*run, "--engine", "somewhere")
+        assert "hides its counters" in refused(*run, "--engine", up(1, name=""))
+        assert "say whose it is" in refused(*run, "--engine", few, "--kinds", "eagle1")
+    assert "does not answer" in refused(*run, "--engine", few)
 
 
 def test_the_worth_in_an_engine_follows_its_speeds() -> None:

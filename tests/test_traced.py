@@ -22,7 +22,7 @@ FILTERED = Sampling(temperature=0.8, top_k=9, top_p=0.9, min_p=0.02)
 PARENTS = {"chain": None, "tree": ((-1, -1, 0, 0), (-1, 0, 0, 2), (-1, -1, -1, 1))}
 
 
-def step_inputs(seed: int, rule: str, shape: str, sampling: Sampling) -> tuple[Any, ...]:
+def step_inputs(seed: int, shape: str, sampling: Sampling) -> tuple[Any, ...]:
     """The draft, logits and random numbers of one step."""
     g = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(ROWS, NODES + 1, TOKENS, generator=g)
@@ -89,7 +89,7 @@ def test_a_rule_is_one_graph_in_every_step(
     traced = torch.compile(decide, fullgraph=True, backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True), torch.inference_mode():
         for step in range(STEPS):
-            inputs = step_inputs(step, rule, shape, sampling)
+            inputs = step_inputs(step, shape, sampling)
             assert torch.equal(traced(*inputs), decide(*inputs))
 
 
@@ -110,4 +110,4 @@ def test_a_rule_that_looks_at_a_value_is_found() -> None:
     torch._dynamo.reset()
     traced = torch.compile(decide, fullgraph=True, backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported), torch.inference_mode():
-        traced(*step_inputs(0, "speculative", "chain", PLAIN))
+        traced(*step_inputs(0, "chain", PLAIN))

@@ -131,6 +131,7 @@ class ParallelLMDrafter(SmallLMDrafter):
     larger than in training. Raises UserError without a mask token, and as `SmallLMDrafter`.
     """
 
+    trained = True  # said again, as `train.run.config` finds it in the file
     decoder_only = True
     feeds_chains = False
 

@@ -81,17 +81,17 @@ def sources_of(names: list[str], base_dir: Path) -> Iterator[RowSource]:
     UserError for a source that is named twice, for a subset or split of a file that has none, and
     for a type of files that is not read."""
     places = require_sources(names, base_dir)
-    files = Counter(path.name for _, _, path in places)
-    for written, name, path in places:
+    files = Counter(path.name for _, path in places)
+    for name, path in places:
         # With the bare file name, ids stay the same when the data moves. Files with equal names
         # need their paths as well.
         label = path.name if path.exists() and files[path.name] == 1 else name.path
-        yield from _sources(written, name, label, path)
+        yield from _sources(name, label, path)
 
 
-def require_sources(names: list[str], base_dir: Path) -> list[tuple[str, SourceName, Path]]:
-    """Each source as it is written, its name, and the path that may be meant. Raises UserError as
-    `sources_of` and for a file that is missing, as far as paths tell. Nothing is opened."""
+def require_sources(names: list[str], base_dir: Path) -> list[tuple[SourceName, Path]]:
+    """The name of each source, and the path that may be meant. Raises UserError as `sources_of` and
+    for a file that is missing, as far as paths tell. Nothing is opened."""
     places = []
     seen: set[tuple[str, str | None, str | None]] = set()
     for written in names:
@@ -105,7 +105,7 @@ def require_sources(names: list[str], base_dir: Path) -> list[tuple[str, SourceN
             )
         seen.add(key)
         _require_source(written, name, path)
-        places.append((written, name, path))
+        places.append((name, path))
     return places
 
 
@@ -135,7 +135,7 @@ def _require_source(written: str, name: SourceName, path: Path) -> None:
         )
 
 
-def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[RowSource]:
+def _sources(name: SourceName, label: str, path: Path) -> Iterator[RowSource]:
     kind = file_type(path.name)
     if path.is_dir() or kind not in TYPES:
         yield from _data_set(name, label, path)
