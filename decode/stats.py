@@ -216,7 +216,7 @@ class Tally:
         judged = Judged.of(verification)
         depth = judged.drafted.shape[1]
         self._grow(depth)
-        part = 1 - verification.waits
+        part = 1 - verification.sits_out
         self.steps[rows] += part
         self.emitted[rows] += emitted
         self.drafted[rows, :depth] += judged.drafted

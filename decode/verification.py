@@ -25,7 +25,7 @@ class Outcome:
     accepted, reached: int [B], those of the verdict; 0 for a row that is broken.
     emitted: int [B], how many tokens of the block the text gets. ended: bool [B], whether it ends.
     broken: bool [B], the rows that fail: their logits are not finite, or their stop raised. They
-    get nothing and end. waits: bool [B], the rows that sit the pass out: they get nothing and go
+    get nothing and end. sits_out: bool [B], the rows that sit the pass out: they get nothing and go
     on. Their logits do not matter. failed: the errors of the stops, by row.
     """
 
@@ -34,7 +34,7 @@ class Outcome:
     emitted: np.ndarray
     ended: np.ndarray
     broken: np.ndarray
-    waits: np.ndarray
+    sits_out: np.ndarray
     failed: dict[int, Exception] = field(default_factory=dict)
 
     @classmethod
@@ -52,8 +52,8 @@ class Outcome:
         `ignore_eos`, bool [B], after one of its `stop_ids`, int64 [B, n'], where the row's stop
         says so, or with its last token of `room`, int [B]; 0: it sits the pass out. rows: int
         [B], the numbers by which a stop knows them."""
-        block, waits = verdict.block, room == 0
-        broken = verdict.broken & ~waits
+        block, sits_out = verdict.block, room == 0
+        broken = verdict.broken & ~sits_out
         emitted = np.minimum(np.minimum(verdict.accepted + 1, block.shape[1]), room)
         emitted = np.where(broken, 0, emitted)
         inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
@@ -63,7 +63,7 @@ class Outcome:
         is_eos &= inside
         ended = is_eos.any(1)
         emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
-        ended = ended | ((emitted == room) & ~waits) | broken
+        ended = ended | ((emitted == room) & ~sits_out) | broken
         failed: dict[int, Exception] = {}
         for index, stop in enumerate(stops):
             if stop is None or not emitted[index]:
@@ -84,7 +84,7 @@ class Outcome:
             emitted=emitted,
             ended=ended,
             broken=broken,
-            waits=waits,
+            sits_out=sits_out,
             failed=failed,
         )
 
@@ -196,7 +196,7 @@ class Verification(Outcome, Verdict):
         verdict = Verdict.without_draft(len(rows), device)
         zeros, no = verdict.accepted, verdict.broken
         outcome = Outcome(
-            accepted=zeros, reached=zeros, emitted=zeros, ended=no, broken=no, waits=no
+            accepted=zeros, reached=zeros, emitted=zeros, ended=no, broken=no, sits_out=no
         )
         return cls.of(verdict, outcome, contexts, rows=rows, features=features)
 

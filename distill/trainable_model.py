@@ -89,7 +89,7 @@ class Trainable:
         return {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
-    def plain(self, weights: Mapping[str, Tensor]) -> tuple[Any, ReducedVocabulary | None]:
+    def merged_model(self, weights: Mapping[str, Tensor]) -> tuple[Any, ReducedVocabulary | None]:
         """Return a plain model on the CPU made of these weights, and its vocabulary.
 
         weights: all of them, trained or not, with the names of `model`. The model takes them over.
@@ -104,7 +104,7 @@ class Trainable:
     def adapter(self, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
         """Return peft's config of the adapters and their weights, with the names of peft's files.
 
-        weights: as for `plain`.
+        weights: as for `merged_model`.
         """
         _, adapted, _ = self._filled(weights)
         assert adapted is not None

@@ -96,6 +96,8 @@ class EagleHeads(AutoregressiveHeads):
         once = parts.pop(self.computed_once, nn.Identity())
         (layer,) = (part for part in self.modules() if isinstance(part, DraftLayer))
         after = products_flops(layer.self_attn.o_proj, layer.mlp)
-        per_token = products_flops(once) + self.parts * products_flops(*parts.values()) - after
-        width = self.parts * self.config.num_attention_heads * self.config.head_dim
+        per_token = (
+            products_flops(once) + self.batch_parts * products_flops(*parts.values()) - after
+        )
+        width = self.batch_parts * self.config.num_attention_heads * self.config.head_dim
         return TextFlops(per_token, per_prediction=after) + attention_flops(width, trained=True)

@@ -146,7 +146,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         self.vocab_size = len(model.get_input_embeddings().weight)
         self.reserved_tokens = (self.mask_token,)
         self.config = layer_config(model, options.layer)
-        self.config.num_hidden_layers = self.attending_layers = self.parts = options.layers
+        self.config.num_hidden_layers = self.attending_layers = self.batch_parts = options.layers
         self.spare_slots = options.block
         self.tokens_per_part = float(options.block)
         size, eps = self.hidden_size, self.config.rms_norm_eps

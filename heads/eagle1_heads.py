@@ -40,7 +40,7 @@ class Eagle1Heads(EagleHeads):
         self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.longest_draft, model, vocabulary)
-        self.parts = options.steps
+        self.batch_parts = options.steps
         self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
 
@@ -54,7 +54,7 @@ class Eagle1Heads(EagleHeads):
             self.fc.bias.zero_()
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
-        return dict.fromkeys(range(1, self.parts + 1), 1.0)
+        return dict.fromkeys(range(1, self.batch_parts + 1), 1.0)
 
     def step(
         self,

@@ -92,8 +92,8 @@ class Heads(nn.Module, ABC):
     depth: D, the max depth of a draft. rows: V', the rows of the output layer. vocabulary: the
     token ids of these rows, int64 [V'], ascending; None means all tokens. reserved_tokens: ids that
     the heads use for themselves, so texts must not contain them. estimates: the heads estimate the
-    acceptance of their tokens. parts: the parts that a batch computes one after the other; heads
-    with several compute each inside `recomputed`. tokens_per_part: the tokens that a part computes,
+    acceptance of their tokens. batch_parts: how many parts a batch computes one after the other;
+    several are computed inside `recomputed` each. tokens_per_part: the tokens that a part computes,
     at most, for each token of a text. mask_pairs: the entries of the mask that these heads train
     under, at most, for each pair of tokens of a text; 0 for heads that need no such mask. masks:
     how many copies of it are kept for the backward pass. gradient_checkpointing: see `recomputed`.
@@ -127,7 +127,7 @@ class Heads(nn.Module, ABC):
         """model: the target. Only its shapes are used here."""
         super().__init__()
         self.options, self.depth = options, depth
-        self.parts, self.tokens_per_part = depth, 1.0
+        self.batch_parts, self.tokens_per_part = depth, 1.0
         self.mask_pairs, self.masks = 0.0, 1
         self.gradient_checkpointing = False
         self.vocabulary = vocabulary

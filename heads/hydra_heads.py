@@ -208,7 +208,7 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
     ) -> None:
         super().__init__(options, model, vocabulary)
         self.prefix = PrefixLayer(layer_config(model))
-        self.parts = self.depth + 1
+        self.batch_parts = self.depth + 1
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:

@@ -99,7 +99,7 @@ class KangarooHeads(AttendingHeads):
         self.skipped = Sublayers.later(options.exit_layer, layers)
         self.captured_layers = (options.exit_layer - 1,)
         self.adapter = Adapter(layer_config(model))
-        self.parts = 1
+        self.batch_parts = 1
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:

@@ -86,7 +86,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         self.captured_layers = captured_outputs(options.captured_layers, count)
         if options.mask_token is not None:
             self.reserved_tokens = (options.mask_token,)
-        self.parts = self.attending_layers = self.stacked_layers = options.layers
+        self.batch_parts = self.attending_layers = self.stacked_layers = options.layers
         places = range(1, options.tokens)
         kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
         self.tokens_per_part = 1 + kept

@@ -120,7 +120,7 @@ class BlockwiseHeads(ParallelHeads):
         self, options: BlockwiseOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
         super().__init__(options, options.k - 1, model, vocabulary)
-        self.parts = 1  # one network for all heads
+        self.batch_parts = 1  # one network for all heads
         # The mean over p₁ … p_k gives the target's loss the same weight as each of the k − 1 heads.
         # The heads' loss weights, or their probabilities to be drawn, sum to 1.
         self.joint_weight = float(self.depth)

@@ -72,7 +72,7 @@ class PassHeads(Heads):
         layers = model.config.get_text_config().num_hidden_layers
         places = range(1, options.tokens + 1)
         kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
-        self.parts = 1
+        self.batch_parts = 1
         self.tokens_per_part = layers * kept
         self.mask_pairs, self.masks = kept * (1 + kept), layers
         # A list hides the target from `parameters` and from engines.

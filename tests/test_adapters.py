@@ -256,7 +256,7 @@ def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: P
     layers = lora.layers(linear_sizes(heads, heads.read_directly))
     trained = Trainable(heads, lora=lora, layers=layers)
     weights = randomise(trained)
-    merged, _ = trained.plain(trained.weights())
+    merged, _ = trained.merged_model(trained.weights())
 
     ids = torch.arange(20)[None] + 5
     passes = copy.deepcopy(target.model)(ids, output_hidden_states=True)  # it leaves hooks
@@ -307,9 +307,9 @@ def test_merging_is_refused_where_a_weight_is_read_without_its_layer(is_called: 
             if "lora_B" in part:
                 parameter.add_(0.3)
     if is_called:
-        plain, _ = trained.plain(trained.weights())
+        plain, _ = trained.merged_model(trained.weights())
         ids = torch.arange(5, 13)[None]
         assert torch.allclose(plain(ids).logits, model.eval()(ids).logits, atol=1e-4)
         return
     with pytest.raises(UserError, match="merged, it computes other numbers than in training"):
-        trained.plain(trained.weights())
+        trained.merged_model(trained.weights())

@@ -196,14 +196,16 @@ def test_merged_adapters_are_the_model_with_adapters(target):
     torch.testing.assert_close(before, target.model(ids).logits, rtol=1e-5, atol=1e-5)
     moved(student.model, 0.2, which=lambda name, _: "lora_" in name)
     whole = student.model(ids).logits
-    merged, vocabulary = student.plain(student.weights())
+    merged, vocabulary = student.merged_model(student.weights())
     assert vocabulary is None
     assert not any("lora" in name for name in merged.state_dict())
     # x·(W + s·B·A) against x·W + s·(x·A)·B in float32, logits of about 5.
     torch.testing.assert_close(merged(ids).logits, whole, rtol=1e-4, atol=1e-4)
     assert (whole - before).abs().max() > 0.5
     # A copy can be had again, of other weights, and the first stays as it was.
-    torch.testing.assert_close(student.plain(student.weights())[0](ids).logits, merged(ids).logits)
+    torch.testing.assert_close(
+        student.merged_model(student.weights())[0](ids).logits, merged(ids).logits
+    )
 
 
 @pytest.mark.parametrize(

@@ -261,8 +261,8 @@ def test_a_plain_model_takes_all_weights_or_none() -> None:
     weights = trained.weights()
     wrong = {name.replace("model.", "_orig_mod.", 1): x for name, x in weights.items()}
     with pytest.raises(UserError, match=r"not the weights of the model in training: \d+ are"):
-        trained.plain(wrong)
-    assert_equal(dict(trained.plain(weights)[0].named_parameters()), weights)
+        trained.merged_model(wrong)
+    assert_equal(dict(trained.merged_model(weights)[0].named_parameters()), weights)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
@@ -284,4 +284,4 @@ def test_adapters_that_cannot_be_merged_are_refused(target: str) -> None:
             if "lora_" in name:
                 p.normal_(std=0.3)
         before = untied.eval()(ids).logits
-        torch.testing.assert_close(trained.plain(trained.weights())[0](ids).logits, before)
+        torch.testing.assert_close(trained.merged_model(trained.weights())[0](ids).logits, before)

@@ -155,7 +155,7 @@ def test_the_text_is_what_the_student_says_by_then(context, target):
     by_id = {e.id: e for e in context.corpus.examples["train"]}
     said: list[list[list[int]]] = []
     for number in range(2):
-        model, _ = student.trainable.plain(student.weights("student."))
+        model, _ = student.trainable.merged_model(student.weights("student."))
         answers = []
         for sample in greedy.round(number, student.weights):
             prompt = prompt_tokens(by_id[sample.id.partition("#")[0]], target.tokenizer)
@@ -184,7 +184,9 @@ def test_the_text_is_what_the_student_says_by_then(context, target):
         before = model(torch.tensor([prompt])).logits
         student.train()
         assert not torch.allclose(
-            student.trainable.plain(student.weights("student."))[0](torch.tensor([prompt])).logits,
+            student.trainable.merged_model(student.weights("student."))[0](
+                torch.tensor([prompt])
+            ).logits,
             before,
             atol=0.1,
         )
@@ -201,7 +203,7 @@ def test_a_reduced_vocabulary_says_its_own_tokens_only_and_in_its_own_shares(con
     greedy = text_of(
         replace(context, directory=context.directory / "greedy"), student, sampling=GREEDY
     )
-    model, _ = student.trainable.plain(student.weights("student."))
+    model, _ = student.trainable.merged_model(student.weights("student."))
     for sample in own(greedy.round(0, student.weights)):
         tokens = sample.tokens[: sample.mask.index(True)]
         for token in answer(sample):
@@ -212,7 +214,7 @@ def test_a_reduced_vocabulary_says_its_own_tokens_only_and_in_its_own_shares(con
 def test_padding_is_never_written(context, target):
     """The target may have no embedding for it."""
     student = Student(replace(target, model=padded(target.model, 340)))
-    bare, _ = student.trainable.plain(student.trainable.weights())
+    bare, _ = student.trainable.merged_model(student.trainable.weights())
     assert bare(torch.arange(3, 9)[None]).logits.argmax(-1).max() >= 300
     samples = text_of(context, student, fraction=1.0).round(0, student.weights)
     assert max(token for sample in own(samples) for token in sample.tokens) < 300

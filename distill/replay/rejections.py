@@ -161,7 +161,7 @@ class Collector:
             for b, row in enumerate(verification.rows.tolist())
             if (self._rows is None or row in self._rows)
             # A row that sat the pass out got no token of it.
-            and not verification.waits[b]
+            and not verification.sits_out[b]
         }
         if not requests:
             return

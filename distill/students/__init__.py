@@ -139,7 +139,7 @@ class Student:
     def drafter(self, trained: Trainable, weights: dict[str, Tensor]) -> Drafter:
         """A drafter on the target's device, with these values of the trained weights."""
         target = self.target
-        model, vocabulary = trained.plain(weights)
+        model, vocabulary = trained.merged_model(weights)
         model.to(target.device, target.dtype)
         ids = None if vocabulary is None else vocabulary.ids.to(target.device)
         return self._drafter(model, ids)
@@ -155,7 +155,7 @@ class Student:
         provenance: Any,
         weights: str | None = None,
     ) -> None:
-        """Write a drafter directory of this kind. model, vocabulary: from `Trainable.plain`.
+        """Write a drafter directory of this kind. model, vocabulary: from `Trainable.merged_model`.
         weights: as `save_drafter` takes them."""
 
         def write(path: Path) -> None:

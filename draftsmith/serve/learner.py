@@ -47,7 +47,7 @@ CHUNK = 256  # tokens whose logits are in memory at a time
 POLL_SECONDS = 0.2
 
 
-class _Asked(OnlineConfig):
+class _LearnArguments(OnlineConfig):
     """What `LearnOptions.of` takes: the rounds and their data, and when and where a service
     learns."""
 
@@ -84,16 +84,16 @@ class LearnOptions:
         8
         """
         try:
-            asked = _Asked.model_validate(Choice.of(f"learning:{options}").options)
+            given = _LearnArguments.model_validate(Choice.of(f"learning:{options}").options)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(key) for key in first["loc"])
             unknown = first["type"] == "extra_forbidden"
             message = "is no option of learning" if unknown else first["msg"]
-            hint = nearest(name, _Asked.model_fields) if unknown else ""
+            hint = nearest(name, _LearnArguments.model_fields) if unknown else ""
             raise UserError(f"{name or 'options'} of learning: {message}.{hint}") from None
-        own = {name: getattr(asked, name) for name in ("idle_seconds", "threads", "device")}
-        config = OnlineConfig.model_validate(asked.model_dump(exclude=set(own)))
+        own = {name: getattr(given, name) for name in ("idle_seconds", "threads", "device")}
+        config = OnlineConfig.model_validate(given.model_dump(exclude=set(own)))
         return cls(config, source, directory, **own)
 
     @contextmanager

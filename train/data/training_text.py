@@ -130,7 +130,7 @@ class OnPolicyText:
         count = max(1, round(settings.fraction * settings.samples))
         examples = dealt_out(self.prompts, count, number, f"{self.seed} prompts")
         rank, world = accelerator.process_index, accelerator.num_processes
-        model, vocabulary = self.student.plain(weights("student."))
+        model, vocabulary = self.student.merged_model(weights("student."))
         if vocabulary is not None:
             _restore_vocabulary(model, vocabulary.ids)
         _mask_padding(model, self.target.token_count)

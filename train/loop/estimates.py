@@ -74,7 +74,7 @@ def heads_bytes(
     # As in `layer_numbers`, for an attention that reads tokens and states, each with a norm.
     layer = 8 * hidden + 2 * config.num_attention_heads * size + keys
     layer += 4 * config.intermediate_size
-    layers = heads.parts * (hidden + keys) + layer if recompute else heads.parts * layer
+    layers = heads.batch_parts * (hidden + keys) + layer if recompute else heads.batch_parts * layer
     layers = int(layers * heads.tokens_per_part)
     places = (len(heads.captured_layers) + 3 * heads.depth) * hidden
     return tokens * (layers + places) * itemsize

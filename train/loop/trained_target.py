@@ -80,7 +80,7 @@ class TrainedTarget:
         the original's dtype and on its device."""
         original = self.target
         trained = {k.removeprefix(PREFIX): x for k, x in weights.items() if k.startswith(PREFIX)}
-        model, _ = self.trainable.plain(trained)
+        model, _ = self.trainable.merged_model(trained)
         model.to(original.device, original.dtype)
         return replace(original, model=model, revision=None)
 

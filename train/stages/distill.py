@@ -148,7 +148,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             provenance = self.provenance(progress) | {"start": start}
             path = self.directory / "drafter"
             if config.lora is None or config.lora.merge:
-                student.save(path, *trained.plain(weights), provenance, config.weights)
+                student.save(path, *trained.merged_model(weights), provenance, config.weights)
             else:
                 target, base = self.target, self._base_directory()
                 save_adapter(path, trained, weights, base, target=target, provenance=provenance)
@@ -184,7 +184,9 @@ class DistillStage(TrainingStage[DistillConfig]):
         """Save a new student as `start/`."""
         if self.accelerator.is_main_process and self.config.drafter.stage is None:
             provenance = {"stage": self.config.name, "steps": 0}
-            student.save(self.directory / "start", *trained.plain(trained.weights()), provenance)
+            student.save(
+                self.directory / "start", *trained.merged_model(trained.weights()), provenance
+            )
 
     def _trainer(
         self,

@@ -304,7 +304,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             return backbone.forward(prepared, batch, ids, losses, 1.0, dev=True)[1]
 
         def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
-            heads, _ = trained.plain(backbone.heads_weights(weights))
+            heads, _ = trained.merged_model(backbone.heads_weights(weights))
             target = backbone.target_with(weights)
             return target, self._drafter(target, heads)
 
@@ -334,7 +334,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if ranks.rank < ranks.world:
             own = backbone.heads_weights(weights)
             # Adapters that are kept apart are read from the weights, which a merge changes.
-            full_heads, _ = trained.plain({name: x.clone() for name, x in own.items()})
+            full_heads, _ = trained.merged_model({name: x.clone() for name, x in own.items()})
         if self.accelerator.is_main_process:
             if isinstance(backbone, TrainedBackbone):
                 target, drift = backbone.save(weights, self.directory / "target")
@@ -382,7 +382,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             require_dev_text(config.dev, self.corpus, stage=config.name)
         if config.tree is not None:
             require_tree(config.tree, self.target, self.corpus, stage=config.name)
-        if config.gradient_checkpointing and heads.parts == 1:
+        if config.gradient_checkpointing and heads.batch_parts == 1:
             raise UserError(
                 f"stage {config.name}: gradient_checkpointing keeps one step, layer or head in "
                 f"memory at a time, but these {config.heads.type} heads train one only; leave it "

@@ -178,7 +178,7 @@ class StoreDrafter(LookupDrafter):
             logits = logits[rows_B1, positions]
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
         for row, length in enumerate(verification.lengths):
-            if verification.broken[row] or verification.waits[row]:
+            if verification.broken[row] or verification.sits_out[row]:
                 continue
             text = verification.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
             known, accepted = len(text), int(verification.accepted[row])
