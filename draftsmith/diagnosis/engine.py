@@ -101,7 +101,7 @@ def measure_server(
     def answer(number: int, seed: int) -> AskedTexts:
         asked = ask_texts(
             url, target, prompts[number : number + 1], Sampling(), config,
-            samples=1, max_new_tokens=tokens, seed=0, alone=True,
+            samples=1, max_new_tokens=tokens, seed=seed, alone=True,
         )  # fmt: skip
         if not asked.texts:
             why = "; ".join([*asked.faults, *asked.left_out]) or "it gave no text"
