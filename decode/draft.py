@@ -154,9 +154,9 @@ class Limits:
         distribution of the text.
     stops_after: the draft ends after that token, which is still drafted, and not before it.
     grows: whether drafts that are so deep get another level, given how sure the drafter is of each
-        node of the last level, float32 [B, n], the parents of these, int64 [B, n], or None for
-        chains, and `source`. It is asked of each level in turn. A draft then says how sure the
-        drafter was (`Draft.confidence`), if it can.
+        node of the last level, float32 [B, n], 0 where the row's draft ends, the parents of these,
+        int64 [B, n], or None for chains, and `source`. It is asked of each level in turn. A draft
+        then says how sure the drafter was (`Draft.confidence`), if it can.
     source: the number of this drafter among several that are asked in turn.
     by_source: the max depth of each of several that this drafter asks in turn, beside `depths`. 0:
         it rests. Those past the end have `depths` alone.

@@ -62,7 +62,7 @@ def down_the_paths(
     values: np.ndarray, parents: np.ndarray, levels: int, joined: np.ufunc
 ) -> np.ndarray:
     """[B, N]: the values of a node and of its ancestors, joined in that order from the root down.
-    values, parents: [B, N]. levels: no node is deeper.
+    values, parents: [B, N]. levels: no node is deeper. joined: one with an identity, as `add`.
 
     >>> down_the_paths(np.array([[1, 2, 4]]), np.array([[-1, 0, 0]]), 2, np.add).tolist()
     [[1, 3, 5]]

@@ -82,7 +82,8 @@ def test_the_module_is_the_command(
 def test_a_launched_training_refuses_a_config_as_the_command_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`accelerate launch -m train`: one line and the same exit status, no traceback."""
+    """Each process of `accelerate launch -m train`: one line and the same exit status, and no
+    traceback but the launcher's own."""
     config = tmp_path / "config.yaml"
     config.write_text("name: one\ntarget: {model: m}\ntrane: 1\n", "utf-8")
     monkeypatch.setattr(sys, "argv", ["train", str(config)])

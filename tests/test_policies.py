@@ -875,6 +875,8 @@ def test_a_draft_to_learn_from_has_a_node_at_least() -> None:
     policy._sources[0].accepted[0], policy._sources[0].tried[0] = 1.0, 20.0
     assert not policy.depths().any()
     for _ in range(100):
+        policy.depths()
+        policy._sources[0].asks = True
         told = judged(policy, said([[1e-3], [0.1], [1e-3]]), np.ones((3, 1), dtype=bool))
         assert told.drafted.tolist() == [0, 1, 0]
         acceptance.append(float(policy._sources[0].acceptance()[0]))

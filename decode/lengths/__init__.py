@@ -94,9 +94,10 @@ class Policy(ABC):
         self, depth: int, confidence: Tensor, parents: Tensor | None, source: int = 0
     ) -> bool:
         """Whether drafts that are `depth` deep get another level, given how sure the drafter is of
-        each node of the last one, float32 [B, n], the parents of these, int64 [B, n], numbers of
-        nodes of the draft, or None for chains, and the drafter's number among several. Called of
-        each level in turn, only if `weighs`, where a drafter can say it, and not on an accelerator.
+        each node of the last one, float32 [B, n], 0 where a row's draft ends, the parents of these,
+        int64 [B, n], numbers of nodes of the draft, or None for chains, and the drafter's number
+        among several. Called of each level in turn, only if `weighs`, where a drafter can say it,
+        and not on an accelerator.
         """
         return True
 

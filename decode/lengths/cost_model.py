@@ -138,6 +138,8 @@ class CostModel(Policy):
             self._sources.append(source := Source(self.max_depth))
             for depth, seconds in self._known.items():
                 source.drafts.know(depth, seconds)
+            for source in self._sources:
+                source.drafts.shared = True
         return self._sources[number]
 
     @property

@@ -37,13 +37,12 @@ class Source:
         self.probe_s: float | None = None
         self.reading_s = 0.0
         self.drafts = _DraftTimes()
-        # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
-        # new drafter gets a few real tries.
+        # By position: tokens that were accepted and tried, drafts that were allowed to go so deep,
+        # and nodes that were fed for them. All fade together. They start with one assumed try with
+        # acceptance 0.6, so a new drafter gets a few real tries.
         self._counts = np.zeros((4, max_depth))
+        self._counts[:, 0] = 0.6, 1.0, 1.0, 1.0
         self.accepted, self.tried, self.allowed, self.fed = self._counts
-        self.accepted[0], self.tried[0] = 0.6, 1.0
-        # By depth: drafts that were allowed to go so deep, and nodes that were fed for them.
-        self.allowed[0] = self.fed[0] = 1.0
         self.alpha, self.width = self.acceptance(), self.nodes()
         # By the size of the batch, without its drafts and with: tokens of a row, how many plain
         # steps could be taken meanwhile, steps, and squares of these tokens.
@@ -118,12 +117,16 @@ class Source:
 
 
 class _DraftTimes:
-    """Seconds of a draft by its depth: a fixed part and a part per depth. What was measured before
-    is forgotten when drafts of two depths were seen: it is of all drafters together."""
+    """Seconds of a draft by its depth: a fixed part and a part per depth.
+
+    shared: what was measured before was of several drafters together. It is forgotten when drafts
+    of two depths were seen.
+    """
 
     def __init__(self) -> None:
         self.known: dict[int, float] = {}
         self._seen: set[int] = set()
+        self.shared = False
         self._parts = (0.0, 0.0)
 
     def know(self, depth: int, seconds: float) -> None:
@@ -141,7 +144,7 @@ class _DraftTimes:
             usual = self(depth)
             seconds = usual * clipped(max(seconds, INSTANT) / usual)
         self._seen.add(depth)
-        if len(self._seen) == 2:
+        if self.shared and len(self._seen) == 2:
             self.known = {one: self.known.get(one, seconds) for one in self._seen}
         self.know(depth, seconds)
 

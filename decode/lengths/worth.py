@@ -47,16 +47,12 @@ class Worth(CostModel):
     """
 
     weighs = True
-    per_row = MappingProxyType(
-        {**CostModel.per_row, "_kept": 0.0, "_expected_of": 0.0, "_since": 0.0}
-    )
+    per_row = MappingProxyType({**CostModel.per_row, "_kept": 0.0, "_expected_of": 0.0})
     _kept: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
-    _since: np.ndarray  # [B]: tokens since these last faded
     _chances: np.ndarray  # float64 [drafters, grades, max_depth], see `_chances_of_nodes`
     _reached: np.ndarray  # [B, N]: of the draft that grows, the chances of its nodes
     _fed_nodes: "_Nodes | None" = None  # of this pass
-    _graded_at = 0.0  # as `_faded_at`, of results of nodes
 
     @cached_property
     def _graded(self) -> np.ndarray:
@@ -75,15 +71,11 @@ class Worth(CostModel):
         # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
         rising = np.maximum.accumulate(chances, 1)
         falling = np.minimum.accumulate(chances[:, ::-1], 1)[:, ::-1]
-        chances = (rising + falling) / 2
-        return chances
+        both: np.ndarray = (rising + falling) / 2
+        return both
 
     def _decide(self) -> None:
         super()._decide()
-        faded = self.memory**self._since
-        self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
-        self._graded *= self.memory ** ((self._emitted - self._graded_at) / LONGER)
-        self._since, self._graded_at = np.zeros(self.rows), self._emitted
         self._chances = self._chances_of_nodes()
 
     def depths(self) -> np.ndarray:
@@ -103,8 +95,9 @@ class Worth(CostModel):
         drafter.grows = True
         if drafter.asks:
             return True
-        chances = self._chances[min(source, DRAFTERS - 1), _grades(confidence.numpy()), depth - 1]
-        reached = np.minimum(self._own() * chances, 1.0)
+        sure = confidence.numpy()
+        chances = self._chances[min(source, DRAFTERS - 1), _grades(sure), depth - 1]
+        reached = np.minimum(self._own() * chances, 1.0) * (sure > 0)
         if depth == 1:
             self._reached = reached
         elif parents is None:
@@ -157,8 +150,11 @@ class Worth(CostModel):
     def observe(self, verification: Verification) -> None:
         if (nodes := self._fed_nodes) is not None:
             nodes.accepted, nodes.judged = nodes.outcomes(verification)
+        before = self._emitted
         super().observe(verification)
-        self._since += verification.emitted
+        faded = self.memory**verification.emitted
+        self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
+        self._graded *= self.memory ** ((self._emitted - before) / LONGER)
         if nodes is None:
             return
         self._kept += nodes.accepted.sum(1)

@@ -58,7 +58,7 @@ class Metrics:
         self.passes = self._counter("num_passes", "verification passes over the running rows")
         self.steps = self._counter("num_steps", "passes of single texts")
         self.emitted = self._counter("num_step_tokens", "tokens that the passes of texts gave")
-        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")
+        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts whose texts began")
         self.prefix_tokens = self._counter(
             "prefix_cache_queries", "tokens of prompts that were looked up in the prefix cache"
         )

@@ -284,7 +284,8 @@ class RequestBatcher(Batcher[AnswerChoice]):
             return
         for choice in ran:
             choice.suspect = False
-        _, news = given
+        verification, news = given
+        self._count_pass(verification)
         self._hand_out(news)
         tokens = sum(map(len, news.tokens.values()))
         self._speed.passed(tokens, time.monotonic() - started)
@@ -304,21 +305,25 @@ class RequestBatcher(Batcher[AnswerChoice]):
             self._fail(suspects[0], error)
 
     def _observe(self, step: Verification) -> None:
-        """Count a pass, and keep what it drafted for the texts whose requests are traced."""
+        """Keep what a pass drafted for the texts whose requests are traced."""
+        for index, row in enumerate(step.rows.tolist()):
+            choice = self._rows[row]
+            if choice.request.job.trace:
+                choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
+
+    def _count_pass(self, step: Verification) -> None:
+        """Count a pass that is done. One that fails is run again."""
         judged = Judged.of(step)
         self.metrics.passed(step, judged)
         drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
         for index, row in enumerate(step.rows.tolist()):
             choice = self._rows[row]
-            job = choice.request.job
             choice.steps += 1
             choice.versions = (choice.versions[0], self.drafter_version)
             if self.lossy is not None:
-                choice.lossy = self.lossy(job.sampling) or choice.lossy
+                choice.lossy = self.lossy(choice.request.job.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
-            if job.trace:
-                choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
 
     def _hand_out(self, news: News) -> None:
         """Deliver the tokens that the rows have got."""

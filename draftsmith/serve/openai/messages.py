@@ -112,11 +112,13 @@ def read_text(value: Any, path: str, part: Contract = PART, parts: str = "parts"
     if not isinstance(value, list):
         raise unfit(path, value, f"text or a list of {parts} of text")
     kinds = get_args(part.served.model_fields["type"].annotation)
+    texts = []
     for at, one in enumerate(value):
         match one:
             case {"type": str(kind)} if kind not in kinds:
                 raise unsupported(kind, f"{path}.{at}.type")
-    return "\n".join(validated(part, x, f"{path}.{at}").text for at, x in enumerate(value))
+        texts.append(validated(part, one, f"{path}.{at}").text)
+    return "\n".join(texts)
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
