@@ -174,9 +174,11 @@ class Limits:
         return int(self.depths.max(initial=0))
 
     def ends(self, depth: int, confidence: Tensor, parents: Tensor | None = None) -> bool:
-        """Whether drafts end that are so deep. confidence, parents: of their last level, as for
-        `grows`. On an accelerator they do not: reading would take longer than drafting."""
-        if self.grows is None or not reads_are_free(confidence.device):
+        """Whether drafts end that are so deep, if there is `grows`. confidence, parents: of their
+        last level, as for it. On an accelerator they do not: reading would take longer than
+        drafting."""
+        assert self.grows is not None
+        if not reads_are_free(confidence.device):
             return False
         deeper = self.depths > depth
         if not deeper.all():

@@ -161,14 +161,14 @@ def mean_ratio(cells: Sequence[dict[str, Any]], ours: str, theirs: str) -> dict[
     and the ends of its 95% interval over the paired rounds. Differences between cells are in it."""
     sides = [(_times(cell, theirs), _times(cell, ours)) for cell in cells]
     scaled = [(their / our.mean(), our / our.mean()) for their, our in sides]
-    found = ratio_of_totals(*(np.concatenate(side) for side in zip(*scaled, strict=True)))
-    assert found is not None  # each round took time
-    return found
+    ratio = ratio_of_totals(*(np.concatenate(side) for side in zip(*scaled, strict=True)))
+    assert ratio is not None  # each round took time
+    return ratio
 
 
 def summaries(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """RATIOS and the worst cell ÷ plain, by batch size, and by batch size and temperature."""
-    found = []
+    parts = []
     for size in sorted({cell["batch"] for cell in cells}):
         for temperature in (None, *sorted({cell["temperature"] for cell in cells})):
             some = [
@@ -180,8 +180,8 @@ def summaries(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             part["worst"] = {
                 name: worst[name] for name in ("kind", "behind", "temperature", "vs_plain")
             }
-            found.append(part)
-    return found
+            parts.append(part)
+    return parts
 
 
 def hold_grid(

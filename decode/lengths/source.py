@@ -21,12 +21,12 @@ class Source:
     depth: how deep its next draft may be; 0: it rests. asks: that draft is made to learn from it.
     ended: where the policy let its last drafts end, if it did. grows: the policy decides that
     level by level. alpha, width: its acceptance and its nodes when the policy last decided.
-    share: of the rows, those that no drafter before it serves. new_text: it has not
-    drafted since the batch began. waited: tokens since its last draft. hopeful: most rows accepted
-    a token of that draft. vain: its drafts in passes that read prompts too, which tell no cost.
-    unasked: further drafts of two tokens, to see a second depth. probe_s: seconds of drafting a
-    probe, catching up included. drafts: without text to catch up on. reading_s: of a new text,
-    which it reads before it drafts.
+    share: of the rows, those that no drafter before it serves. new_text: it has not drafted since
+    the batch began. waited: tokens since its last draft. hopeful: most rows accepted a token of
+    that draft. vain: its drafts in passes that read prompts too, which tell no cost. unasked:
+    further drafts of two tokens, to see a second depth. probe_s: seconds of drafting a probe,
+    catching up included. drafts: without text to catch up on. reading_s: of a new text, which it
+    reads before it drafts.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -145,7 +145,7 @@ class _DraftTimes:
             seconds = usual * clipped(max(seconds, INSTANT) / usual)
         self._seen.add(depth)
         if self.shared and len(self._seen) == 2:
-            self.known = {one: self.known.get(one, seconds) for one in self._seen}
+            self.known = {one: x for one, x in self.known.items() if one in self._seen}
         self.know(depth, seconds)
 
     def __call__(self, depth: int) -> float:

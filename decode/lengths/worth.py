@@ -97,7 +97,7 @@ class Worth(CostModel):
             return True
         sure = confidence.numpy()
         chances = self._chances[min(source, DRAFTERS - 1), _grades(sure), depth - 1]
-        reached = np.minimum(self._own() * chances, 1.0) * (sure > 0)
+        reached = self._as_of_rows(chances) * (sure > 0)
         if depth == 1:
             self._reached = reached
         elif parents is None:
@@ -119,7 +119,8 @@ class Worth(CostModel):
         parents = None if draft.is_chain else draft.parents_on_host()
         confidence = draft.confidences().cpu().numpy()
         sources = np.zeros(len(valid), dtype=int) if draft.sources is None else draft.sources
-        nodes = self._weighed(_Nodes(confidence, parents, draft.levels(), sources))
+        nodes = _Nodes(confidence, parents, draft.levels(), sources, self._chances)
+        nodes.reached = nodes.from_the_root(self._as_of_rows(nodes.chances), np.multiply)
         nodes.worth = keep = valid & (nodes.reached >= self._price())
         # Known before a node is drawn: a parent is worth as much as its children.
         for number, source in enumerate(self._sources):
@@ -133,23 +134,14 @@ class Worth(CostModel):
         self._fed_nodes, nodes.fed = nodes, keep
         return None if (keep == valid).all() else keep
 
-    def _own(self) -> np.ndarray:
-        """float64 [B, 1]: how many times as much as all rows a row accepts."""
-        own: np.ndarray = (self._kept + OWN) / (self._expected_of + OWN)
-        return own[:, None]
-
-    def _weighed(self, nodes: "_Nodes") -> "_Nodes":
-        """The same with their chances."""
-        shape = self._chances.shape
-        nodes.places = (nodes.sources * shape[1] + nodes.grades) * shape[2] + nodes.depths
-        nodes.chances = self._chances.ravel()[nodes.places]
-        here = np.minimum(self._own() * nodes.chances, 1.0)
-        nodes.reached = nodes.from_the_root(here, np.multiply)
-        return nodes
+    def _as_of_rows(self, chances: np.ndarray) -> np.ndarray:
+        """Chances as of all rows, [B, n], as many times more or less as each row accepts."""
+        more = (self._kept + OWN) / (self._expected_of + OWN)
+        return np.minimum(more[:, None] * chances, 1.0)
 
     def observe(self, verification: Verification) -> None:
         if (nodes := self._fed_nodes) is not None:
-            nodes.accepted, nodes.judged = nodes.outcomes(verification)
+            nodes.judge(verification)
         before = self._emitted
         super().observe(verification)
         faded = self.memory**verification.emitted
@@ -181,16 +173,14 @@ def _grades(confidence: np.ndarray) -> np.ndarray:
 class _Nodes:
     """The nodes of a draft, [B, N] each.
 
-    parents: −1 is the root; None: chains. levels: the depth of the deepest. sources: int [B, 1],
-    the drafters of the rows. depths: 0 for the root's children. grades: by what the drafter says of
-    them. places: in a table of all drafters, grades and depths. chances: if their parents are
-    accepted, as of all rows. reached: if that is not known, as of this row. worth, fed: bool, those
-    that are worth their price, and those that are fed. accepted, judged: bool, those that were
-    accepted, and those whose parents were.
+    parents: −1 is the root; None: chains. levels: the depth of the deepest. sources: int [B], the
+    drafters of the rows. table: the chances by drafter, grade and depth. depths: 0 for the root's
+    children. places: in the table. chances: if their parents are accepted, as of all rows. reached:
+    if that is not known, as of this row. worth, fed: bool, those that are worth their price, and
+    those that are fed. accepted, judged: bool, those that were accepted, and those whose parents
+    were.
     """
 
-    places: np.ndarray
-    chances: np.ndarray
     reached: np.ndarray
     worth: np.ndarray
     fed: np.ndarray
@@ -203,11 +193,14 @@ class _Nodes:
         parents: np.ndarray | None,
         levels: int,
         sources: np.ndarray,
+        table: np.ndarray,
     ) -> None:
         self.parents, self.levels = parents, levels
-        self.sources = np.minimum(sources, DRAFTERS - 1)[:, None]
-        self.grades = _grades(confidence)
-        self.depths = self.from_the_root(np.ones_like(self.grades), np.add) - 1
+        _, kinds, deepest = table.shape
+        grades, drafters = _grades(confidence), np.minimum(sources, DRAFTERS - 1)[:, None]
+        self.depths = self.from_the_root(np.ones_like(grades), np.add) - 1
+        self.places = (drafters * kinds + grades) * deepest + self.depths
+        self.chances = table.ravel()[self.places]
 
     def from_the_root(self, values: np.ndarray, joined: np.ufunc) -> np.ndarray:
         """[B, N]: the values of each node and of those above it, [B, N], joined."""
@@ -216,17 +209,21 @@ class _Nodes:
             return found
         return down_the_paths(values, self.parents, self.levels, joined)
 
-    def outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
-        """`accepted` and `judged`. The pass numbers those that were fed, in their order."""
+    def judge(self, verification: Verification) -> None:
+        """Set `accepted` and `judged`. The pass numbers those that were fed, in their order."""
         accepted = verification.accepted[:, None]
         if self.parents is None:
             place = np.arange(self.fed.shape[1])
-            return self.fed & (place < accepted), self.fed & (place <= accepted)
+            self.accepted, self.judged = (
+                self.fed & (place < accepted),
+                self.fed & (place <= accepted),
+            )
+            return
         rows, count = self.fed.shape
         stays = np.zeros((rows, count + 1), dtype=bool)
         stays[:, -1] = True  # the root
         row, place = np.nonzero(np.arange(verification.nodes.shape[1]) < accepted)
         order = np.argsort(~self.fed, axis=1, kind="stable")
         stays[row, order[row, verification.nodes[row, place]]] = True
-        judged = self.fed & np.take_along_axis(stays, self.parents, 1)
-        return stays[:, :-1] & judged, judged
+        self.judged = self.fed & np.take_along_axis(stays, self.parents, 1)
+        self.accepted = stays[:, :-1] & self.judged

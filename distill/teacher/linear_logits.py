@@ -56,7 +56,7 @@ def linear_logits(model: PreTrainedModel) -> LinearLogits:
     output = uncompiled(model.get_output_embeddings())
     if not isinstance(output, nn.Linear):
         raise UserError(f"{type(model).__name__} has no linear output layer to distil through")
-    found = LinearLogits(output, added_bias(model))
+    logits = LinearLogits(output, added_bias(model))
     was_training = model.training
     model.eval()
     with torch.no_grad(), float32_products(model):  # of both in the same way
@@ -73,11 +73,11 @@ def linear_logits(model: PreTrainedModel) -> LinearLogits:
         hidden = LiveFeatures(model, [FINAL], sources=sources).features(probe, ones, [""])[FINAL]
         if hidden.shape[-1] != output.in_features:
             raise UserError(_more_than_linear(model, "another layer before the output layer"))
-        halves = output(hidden) if found.added is None else output(hidden) + found.added
+        halves = output(hidden) if logits.added is None else output(hidden) + logits.added
     model.train(was_training)
     if not torch.equal(direct, halves):
         raise UserError(_more_than_linear(model, _scales(model) or "soft capping or scaling"))
-    return found
+    return logits
 
 
 def require_linear_logits(model: PreTrainedModel) -> None:
