@@ -7,13 +7,14 @@ A TYPE is one that llama-quantize makes of the embedded target's weights: BF16, 
 in BF16 is decoded in bfloat16, others in float32, where weights of known types keep their form.
 llama-bench writes --tokens behind --depth tokens. We write as many for each prompt: shipped test
 prompts, or with --depth random tokens. Times are of steps; no prompt is in them. With --drafter, we
-also decode with that drafter and the default settings. Prints tokens a second by turn, and ratios:
-the median of the turns, the lowest and the highest.
+also decode with that drafter, its drafts of a fixed length and by their worth. Prints tokens a
+second by turn, and ratios: the median of the turns, the lowest and the highest.
 
 Needs llama-bench (make engine-llama).
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -31,12 +32,14 @@ from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
+from decode.settings import DecodeSettings
 from draftsmith.cli.command import given_or_shipped, tokenized_prompts
 from draftsmith.export.formats.gguf_layout import FILE
 from train.base.provenance import describe_process
 
 TARGET = "embedded:smollm2-135m"
 IN_BFLOAT16 = "BF16"
+PLAIN, POLICIES = "plain", ("fixed", "worth")
 WARM_UP = 8
 
 
@@ -64,22 +67,24 @@ def compared(name: str, folder: Path, given: argparse.Namespace) -> dict[str, An
     """Take turns with llama-bench on one file, and print what came out."""
     file = Path(name) if Path(name).is_file() else written(name, folder)
     target = opened(file, name)
-    drafters = ["plain", *given.drafter]
-    decoders = {drafter: decoder_of(drafter, target) for drafter in drafters}
+    decoders = {PLAIN: Decoder(target.model, None)}
+    for drafter, policy in itertools.product(given.drafter, POLICIES):
+        decoders[f"{drafter}, {policy}"] = decoder_of(drafter, policy, target)
     prompts = texts(target, given)
     for decoder in decoders.values():
         decoder.decode(prompts[:1], WARM_UP)
-    rates: dict[str, list[float]] = {"llama-bench": [], **{drafter: [] for drafter in drafters}}
+    rates: dict[str, list[float]] = {"llama-bench": [], **{name: [] for name in decoders}}
     for _ in range(given.turns):
         rates["llama-bench"].append(theirs(file, given))
-        for drafter, decoder in decoders.items():
-            rates[drafter].append(ours(decoder, prompts, given.tokens))
+        for contestant, decoder in decoders.items():
+            rates[contestant].append(ours(decoder, prompts, given.tokens))
     print(f"{name}: tokens a second by turn")
     for contestant, values in rates.items():
         print(f"  {contestant:40} {' '.join(f'{value:6.1f}' for value in values)}")
-    pairs = [(drafter, "llama-bench") for drafter in drafters]
+    pairs = [(contestant, "llama-bench") for contestant in decoders]
     ratios: dict[str, list[float]] = {}
-    for one, other in pairs + [(drafter, "plain") for drafter in given.drafter]:
+    pairs += [(contestant, PLAIN) for contestant in decoders if contestant != PLAIN]
+    for one, other in pairs:
         each = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
         found = [statistics.median(each), min(each), max(each)]
         print(f"  {one} ÷ {other}: {found[0]:.2f} [{found[1]:.2f}, {found[2]:.2f}]")
@@ -102,9 +107,12 @@ def opened(file: Path, name: str) -> Target:
     return load_target(str(file), dtype=dtype, device="cpu")
 
 
-def decoder_of(drafter: str, target: Target) -> Decoder:
-    made = None if drafter == "plain" else open_drafter(drafter, target)
-    return Decoder(target.model, made)
+def decoder_of(drafter: str, policy: str, target: Target) -> Decoder:
+    settings = DecodeSettings(policy=policy)
+    prompt = list(range(3, 40)) if settings.needs_costs else None
+    made, _ = settings.decoder(target, open_drafter(drafter, target), prompt)
+    made.eos = made.eos[:0]
+    return made
 
 
 def texts(target: Target, given: argparse.Namespace) -> list[list[int]]:
