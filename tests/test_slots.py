@@ -79,6 +79,52 @@ def test_every_layer_keeps_the_paths_that_were_committed(shapes: list) -> None:
                     assert torch.equal(there, wanted[None, :, None].expand(h, -1, d))
 
 
+def test_hidden_states_of_plain_steps_are_as_if_each_was_written_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the plain steps: a wide pass, a copy of a row, a row that joins, one that leaves."""
+    monkeypatch.setattr(slots_module, "WAITING", 3)
+    slots = Slots(0, 2, CAPACITY, torch.device("cpu"), states=2)
+    texts: list[list[float]] = [[], []]
+
+    def feed(*starts: int, count: int = 1, first: int = 0) -> None:
+        slots.place(np.array(starts), count, first=first)
+        values = torch.rand(len(starts), count)
+        for row, start in enumerate(starts, first):
+            texts[row][start:] = values[row - first].tolist()
+        states = [sign * values[..., None].expand(-1, -1, 4) for sign in (1, -1)]
+        slots.keep_states(states, waits=True)
+
+    def check() -> None:
+        for row, text in enumerate(texts):
+            kept = slots.kept_states(slice(row, row + 1), len(text))
+            for sign, found in zip((1, -1), kept, strict=True):
+                assert torch.equal(found[0], sign * torch.tensor(text)[:, None].expand(-1, 4))
+
+    feed(0, 0, count=5)
+    texts[1] = texts[1][:3]
+    for step in range(5):
+        feed(5 + step, 3 + step)
+    assert slots._waiting
+    feed(10, 8, count=3)
+    feed(11, 9)
+    check()
+    feed(12, 10)
+    assert slots._waiting
+    taken = slots.take(0, 13)
+    feed(13, 11)
+    slots.add_rows(1, CAPACITY)
+    texts.append([])
+    feed(14, 12, 0)
+    slots.keep_rows(np.array([2, 0]))
+    texts = [texts[2], texts[0]]
+    feed(1, 15)
+    check()
+    slots.put(0, taken)
+    texts[0] = texts[1][:13]
+    check()
+
+
 class NewBytes(TorchDispatchMode):
     """The largest tensor that an operation made, in bytes of its memory; views make none."""
 

@@ -323,7 +323,7 @@ class CachedLM:
                 self.captured_layers,
             )
         if self.kept_layers:
-            slots.keep_states([self.features[layer] for layer in self.kept_layers])
+            slots.keep_states([self.features[layer] for layer in self.kept_layers], waits=True)
         return logits, real
 
     def _rewind(

@@ -26,6 +26,9 @@ from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
 
+# The most passes over one token of each row whose hidden states wait to be written.
+WAITING = 64
+
 
 class _FedPass:
     """Where the current forward writes, and which slots its attention gets. All layers of one cache
@@ -173,6 +176,8 @@ class Slots:
         ]
         self.layers, self._states = every[:layers], every[layers:]
         self.states = states
+        # Of passes over one token of each row: its slots, int [B], and hidden states, [B, 1, H].
+        self._waiting: list[tuple[np.ndarray, Sequence[Tensor]]] = []
         self._look_up()
 
     def place(
@@ -232,20 +237,39 @@ class Slots:
         written = self._written[first : first + len(ends)]
         np.maximum(written, ends, out=written)
 
-    def keep_states(self, values: Sequence[Tensor]) -> None:
+    def keep_states(self, values: Sequence[Tensor], *, waits: bool = False) -> None:
         """Keep hidden states of the placed tokens, [B, n, H] or [1, T, H] each, in the slots of
-        their keys."""
+        their keys. waits: those of plain steps are written together, before they are read."""
+        if waits and values[0].shape[:2] == (self.rows, 1) and self._states[0].is_initialized:
+            self._waiting.append((self._fed.starts, values))
+            if len(self._waiting) == WAITING:
+                self._write_states()
+            return
+        self._write_states()
         for layer, states in zip(self._states, values, strict=True):
             layer.write(states[:, None], states[:, None, :, :0])
+
+    def _write_states(self) -> None:
+        """Write the hidden states that wait."""
+        if not self._waiting:
+            return
+        starts, values = zip(*self._waiting, strict=True)
+        self._waiting = []
+        where = np.arange(self.rows)[:, None], np.stack(starts, 1)
+        for layer, states in zip(self._states, zip(*values, strict=True), strict=True):
+            rows, slots = (to_device(x, layer.keys.device) for x in where)
+            layer.keys[rows, 0, slots] = torch.cat(states, 1)
 
     @property
     def state_slots(self) -> Tensor:
         """[R, C, H]: the memory of the hidden states of all rows, the only ones that are kept,
         after the first `keep_states`."""
+        self._write_states()
         return self._states[0].keys[:, 0]
 
     def kept_states(self, rows: slice, count: int) -> list[Tensor]:
         """A copy of the hidden states of the first `count` tokens of these rows, [B, count, H]."""
+        self._write_states()
         return [layer.keys[rows, 0, :count].clone() for layer in self._states]
 
     def mask(
@@ -354,6 +378,7 @@ class Slots:
     def keep_rows(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'] on the host, in this order. A row that is named again is
         copied. Memory stays allocated."""
+        self._write_states()
         for store in self._stores:
             store.keep_rows(rows, self._written)
         self.rows = len(rows)
@@ -363,6 +388,7 @@ class Slots:
     def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:
         """Append empty rows. capacity: the slots that any row needs from now on. least: allocate
         what `least` says, else what `grown` says."""
+        self._write_states()
         first = self.rows
         self.rows = first + count
         self.allocated = (self.least if least else self.grown)(self.rows, capacity)
@@ -393,6 +419,7 @@ class Slots:
 
     def take(self, row: int, count: int) -> SlotStates:
         """A copy of the first `count` slots of a row."""
+        self._write_states()
         keys, values = (store.take(row, count) for store in self._stores)
         return SlotStates(keys, values, count)
 
