@@ -20,9 +20,8 @@ an ending means batch 1, greedy, in the requested dtype. Intervals are 95% inter
 prompts (over batches at batch 8). The default drafter is the target's first layers, trained here in
 a run that is kept.
 
-At the end come the cost of a step beside its functions in C++, and passes over 1 to 64 tokens
-beside the least that this machine allows: to read all weights once, and to multiply each token with
-them.
+At the end comes the cost of a step beside its functions in C++. What a pass costs beside the least
+that this machine allows is in `draftsmith doctor`.
 
 --context N puts N tokens of notes before each prompt, which the answer does not need, and compares
 only greedy decoding at batch 1. Then no time has the pass over the prompt: each contestant also
@@ -66,7 +65,6 @@ from benchmarks.shared.decode_measurements import (
     Setting,
     hold_contest,
     long_answers,
-    pass_limits,
     step_costs,
 )
 from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
@@ -172,12 +170,10 @@ def main(
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
     costs = step_costs(models, texts[0], gamma)
-    limits = pass_limits(models.target.model)
 
     time_ratios = ratios(contests)
     reporter.table(ratio_table("ratios of time, theirs over ours", time_ratios))
     reporter.table(cost_table(costs))
-    reporter.table(limit_table(limits))
     machine = describe_machine()
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if json_file is not None:
@@ -198,7 +194,6 @@ def main(
                 for contest in contests
             ],
             "step_costs": costs,
-            "pass_limits": limits,
         }
         write_json(json_file, figures)
     end_benchmark({NAMES[name]: how for one in contests for name, how in one.broken.items()})
@@ -253,25 +248,6 @@ def cost_table(costs: dict[str, dict[str, float]]) -> Table:
     ]
     columns = ["step", "calls", "ms", "ms outside of C++"]
     return table("a step of our loop, greedy", columns, rows)
-
-
-def limit_table(limits: dict[str, Any]) -> Table:
-    rows = [
-        (
-            str(row["fed"]),
-            f"{row['ms']:.2f}",
-            f"{row['ms'] * row['of_limit']:.2f}",
-            f"{row['of_limit']:.0%}",
-            f"{row['cost']:.2f}",
-        )
-        for row in limits["passes"]
-    ]
-    read, multiply = limits["read_speed"] / 1e9, limits["multiply_speed"] / 1e9
-    title = (
-        f"passes after {limits['context']} tokens beside this machine's limit: it reads "
-        f"{read:.1f} GB/s and multiplies at {multiply:,.0f} GFLOP/s"
-    )
-    return table(title, ["tokens", "ms", "limit, ms", "of the limit", "plain passes"], rows)
 
 
 def train_drafter(target: Target, *, quick: bool, runs: Path, reporter: Reporter) -> Path:

@@ -3,14 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.common import Unable
 from benchmarks.shared.decode_contestants import (
@@ -25,28 +24,17 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder, Decoding
-from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.stats import finite
 from train.base.console import Reporter
 from train.data.read import spread
 from train.measure.intervals import ratio_of_totals
-from train.measure.machine import (
-    MachineLimit,
-    passes_beside,
-    product_speed,
-    read_speed,
-    register_speed,
-)
 from train.measure.same_text import identical
 from train.measure.time_passes import finish
 
 T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
-# Passes beside the machine's limit.
-CONTEXT, TURNS = 100, 40
-WIDTHS = (1, 2, 4, 8, 9, 12, 16, 24, 32, 48, 64)
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
 
 
@@ -258,13 +246,3 @@ def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, d
             "outside_ms": 1000 * cost.outside,
         }
     return costs
-
-
-def pass_limits(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what this machine can do at most, as it was measured, and what passes of a model take
-    beside that (`passes_beside`)."""
-    kind = model.device, model.dtype
-    multiplies = register_speed(*kind) or product_speed(*kind)
-    limit = MachineLimit.of(model, read_speed(model.device), multiplies)
-    rows = passes_beside(limit, CachedLM(model), CONTEXT, WIDTHS, turns=TURNS)
-    return {**asdict(limit), "context": CONTEXT, "passes": rows}
