@@ -184,12 +184,12 @@ class Grammars:
         try:
             text = json.dumps(schema)
             _require_short("the schema", text)
-            form = self._library.grammar_from_json_schema(
+            grammar = self._library.grammar_from_json_schema(
                 text, defaults={"whitespace_flexible": False}
             )
         except (TypeError, ValueError, RecursionError) as error:
             raise UserError(f"the schema is not JSON that can be read: {error}") from error
-        return self._compiled("the JSON schema", form)
+        return self._compiled("the JSON schema", grammar)
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
@@ -199,29 +199,28 @@ class Grammars:
         """Texts that match all of a regular expression (the syntax of Rust's regex crate). Raises
         UserError for a pattern that is malformed, matches nothing or is too large."""
         _require_short("the regular expression", pattern)
-        form = self._library.grammar_from_regex(pattern)
-        return self._compiled("the regular expression", form)
+        grammar = self._library.grammar_from_regex(pattern)
+        return self._compiled("the regular expression", grammar)
 
     def choice(self, texts: Sequence[str]) -> Grammar:
         """One of these texts. Raises UserError unless they are strings, at least one."""
         if isinstance(texts, str) or not texts or not all(isinstance(x, str) for x in texts):
             raise UserError(f"the choices are {texts!r:.80}; expected a list of strings")
-        form = "start: " + " | ".join(json.dumps(text) for text in texts)
-        _require_short("the choices", form)
-        return self._compiled("the choices", self._library.grammar_from_lark(form))
+        grammar = "start: " + " | ".join(json.dumps(text) for text in texts)
+        _require_short("the choices", grammar)
+        return self._compiled("the choices", self._library.grammar_from_lark(grammar))
 
     def lark(self, grammar: str) -> Grammar:
         """Texts of a Lark grammar, as llguidance reads it, whose first rule is `start`. Raises
         UserError for a grammar that is malformed, admits nothing or is too large."""
         _require_short("the Lark grammar", grammar)
-        form = self._library.grammar_from_lark(grammar)
-        return self._compiled("the Lark grammar", form)
+        return self._compiled("the Lark grammar", self._library.grammar_from_lark(grammar))
 
-    def _compiled(self, name: str, form: str) -> Grammar:
-        if self._loses_blank and (BLANK in form or re.search(r"\\[ux]{?0*2581", form)):
+    def _compiled(self, name: str, grammar: str) -> Grammar:
+        if self._loses_blank and (BLANK in grammar or re.search(r"\\[ux]{?0*2581", grammar)):
             raise UserError(f"{name} cannot be used: the tokenizer writes a space for each {BLANK}")
         # The library lets other threads run meanwhile, and bounds its own work.
-        matcher = self._library(self._tokenizer, form, log_level=0)
+        matcher = self._library(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise UserError(f"{name} cannot be used: {_shown(matcher.get_error())}")
         matcher.compute_bitmask()

@@ -155,7 +155,7 @@ def summary(steps: Iterable[Verification]) -> dict[str, Any]:
     """
     steps = list(steps)
     gammas = np.concatenate([step.depths for step in steps] or [np.zeros(0, dtype=np.int64)])
-    shares = [step.kept_share()[step.drafted > 0] for step in steps]
+    shares = [step.accepted_share()[step.drafted > 0] for step in steps]
     signals: dict[str, list[np.ndarray]] = {}
     for step in steps:
         for name, values in step.signals.items():

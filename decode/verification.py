@@ -236,7 +236,7 @@ class Verification(Outcome, Verdict):
         one path."""
         return np.minimum(self.drafted, np.minimum(self.depths, self.draft_steps))
 
-    def kept_share(self) -> np.ndarray:
+    def accepted_share(self) -> np.ndarray:
         """float64 [B]: la/k, accepted tokens / draft tokens (for a tree: / the draft's depth). It
         is 0 for a row without a draft."""
         share: np.ndarray = self.accepted / np.maximum(self.longest(), 1)
@@ -246,7 +246,7 @@ class Verification(Outcome, Verdict):
         """The figures as JSON values, times in milliseconds. gamma: the max depth allowed for each
         row's draft. la_k: None for a row without a draft. Each signal is one list per row, without
         the positions where the policy did not look."""
-        shares = np.where(self.drafted > 0, self.kept_share(), np.nan)
+        shares = np.where(self.drafted > 0, self.accepted_share(), np.nan)
         return {
             "rows": self.rows.tolist(),
             "gamma": self.depths.tolist(),

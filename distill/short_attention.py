@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 SHORT = 256  # tokens
 # The scores of a layer that a training may keep for its backward pass.
-KEPT = 1 << 22
+MOST_SCORES = 1 << 22
 # Arguments of `sdpa` that add to the scores or read other keys.
 ADDED = "position_bias", "softcap", "s_aux", "cache"
 
@@ -45,7 +45,7 @@ def trained_attention(
     rows, heads, length, size = query.shape
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     fits = value.device.type == "cpu" and value.dtype.itemsize == 2 and length == key.shape[2]
-    fits = fits and length <= SHORT and rows * heads * length**2 <= KEPT
+    fits = fits and length <= SHORT and rows * heads * length**2 <= MOST_SCORES
     plain = causal and attention_mask is None and not dropout and scaling in (None, size**-0.5)
     if module.training and plain and fits and all(others.get(x) is None for x in ADDED):
         outputs = short_attention(query.to(value.dtype), key.to(value.dtype), value)

@@ -30,7 +30,7 @@ from train.settings.optimizer_config import OptimizerConfig
 
 
 def probe(accelerator: Accelerator) -> dict[str, Any]:
-    """Five steps with two learning rates and an average of the weights kept in shares.
+    """Five steps with two learning rates and an average of the weights kept in shards.
 
     The figures must come out the same whatever the engine and the number of ranks.
     """

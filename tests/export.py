@@ -20,7 +20,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.auditing.verify_export import ExportVerification
 from draftsmith.export import ExportOptions, ImportOptions
 from draftsmith.export.compare_acceptance import Counting, OwnLoop, count_drafts
-from draftsmith.export.engines import ENGINES, EngineTask
+from draftsmith.export.engine_kinds import ENGINES, EngineTask
 from draftsmith.export.export_directory import (
     Measuring,
     check_export,

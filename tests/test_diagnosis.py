@@ -30,7 +30,7 @@ from draftsmith.diagnosis.engine import template_fault
 from draftsmith.diagnosis.entry import Diagnosis, cause_in_engine, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
-from draftsmith.export.engines import ENGINES
+from draftsmith.export.engine_kinds import ENGINES
 from draftsmith.export.export_directory import export_drafter
 from heads.heads_directory import save_heads
 from tests.answer_server import AnswerEngine

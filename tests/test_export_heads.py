@@ -15,7 +15,7 @@ from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
 from draftsmith.auditing.verify_export import engine_for_drafter, verify_export
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines import ENGINES
+from draftsmith.export.engine_kinds import ENGINES
 from draftsmith.export.export_directory import Measuring, check_export, export_drafter
 from draftsmith.export.formats.eagle3_layer import is_speculators_config, speculators_config
 from heads.heads_module import Heads

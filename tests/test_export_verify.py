@@ -18,8 +18,8 @@ from draftsmith.auditing.verify_export import ExportVerification, engine_for, ve
 from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
 from draftsmith.export.compare_acceptance import Counting, OwnLoop, count_drafts
-from draftsmith.export.engines import ENGINES, EngineTask
-from draftsmith.export.engines.vllm import VLLM
+from draftsmith.export.engine_kinds import ENGINES, EngineTask
+from draftsmith.export.engine_kinds.vllm import VLLM
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from tests.export import (
     PROMPTS,

@@ -50,7 +50,7 @@ from train.base.console import Reporter
 from train.base.stage import StageInputs
 from train.data.chat_tokens import prompt_tokens
 from train.loop.optimizer import make_optimizer
-from train.loop.trained_backbone import TrainedBackbone
+from train.loop.trained_heads_target import TrainedHeadsTarget
 from train.loop.trainer import TrainingClock
 from train.measure import evaluation as measure
 from train.report.report_files import render_page
@@ -85,9 +85,9 @@ def context(tmp_path: Path) -> StageInputs:
     return made
 
 
-def trained_backbone(config: BackboneConfig, context: StageInputs) -> TrainedBackbone:
+def trained_heads_target(config: BackboneConfig, context: StageInputs) -> TrainedHeadsTarget:
     clock = TrainingClock(torch.device("cpu"))
-    return TrainedBackbone(config, context.target, context.corpus, clock, stage="two")
+    return TrainedHeadsTarget(config, context.target, context.corpus, clock, stage="two")
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -189,12 +189,12 @@ def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
     losses = {"forward_kl": 1.0}
     # With a ramp, the heads' loss has no weight at the beginning.
     config = BackboneConfig(lora=AdapterConfig(**LORA), losses=losses, ramp=1.0)
-    backbone = trained_backbone(config, context)
+    heads_target = trained_heads_target(config, context)
     heads = new_heads(HeadOptions.of(MEDUSA), target(), None)
     training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model)
-    module = backbone.join(training, chunk=64)
+    module = heads_target.join(training, chunk=64)
     given: Any = batch()
-    loss, _ = backbone.forward(module, given, [], {1: 1.0}, 0.0)
+    loss, _ = heads_target.forward(module, given, [], {1: 1.0}, 0.0)
     assert abs(loss.item()) < 1e-6
     adapters = {n: p for n, p in module.backbone.named_parameters() if p.requires_grad}
     assert adapters
@@ -205,8 +205,8 @@ def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
         for name, parameter in adapters.items():
             if "lora_B" in name:
                 parameter.fill_(0.05)
-        moved, wrapped = module.backbone(ids).logits, backbone.trainable
-        loss, _ = backbone.forward(module, given, [], {1: 1.0}, 0.0)
+        moved, wrapped = module.backbone(ids).logits, heads_target.trainable
+        loss, _ = heads_target.forward(module, given, [], {1: 1.0}, 0.0)
         for layer in module.backbone.modules():
             if isinstance(layer, BaseTunerLayer):
                 layer.enable_adapters(False)
@@ -220,11 +220,11 @@ def test_an_adapter_switched_off_is_the_untouched_target(context: Any) -> None:
 def test_the_weight_of_the_heads_rises_with_the_ramp(context: Any) -> None:
     medusa, blockwise = (new_heads(HeadOptions.of(KINDS[k]), target(), None) for k in KINDS)
 
-    def joined(heads: Any, **settings: Any) -> TrainedBackbone:
-        backbone = trained_backbone(BackboneConfig(**settings), context)
+    def joined(heads: Any, **settings: Any) -> TrainedHeadsTarget:
+        heads_target = trained_heads_target(BackboneConfig(**settings), context)
         loss = WeightedLoss({"cross_entropy": 1.0})
-        backbone.join(HeadTraining(heads, loss, target().model), chunk=64)
-        return backbone
+        heads_target.join(HeadTraining(heads, loss, target().model), chunk=64)
+        return heads_target
 
     assert joined(medusa).weight(0.0) == 0.2
     assert joined(blockwise).weight(0.0) == 2.0  # the mean over three, times three
@@ -235,7 +235,7 @@ def test_the_weight_of_the_heads_rises_with_the_ramp(context: Any) -> None:
 
 def test_the_target_has_a_learning_rate_of_its_own(context: Any) -> None:
     config = BackboneConfig(lora=AdapterConfig(**LORA))
-    module = trained_backbone(config, context).join(
+    module = trained_heads_target(config, context).join(
         HeadTraining(
             new_heads(HeadOptions.of(MEDUSA), target(), None),
             WeightedLoss({"cross_entropy": 1.0}),
@@ -353,20 +353,20 @@ def test_a_stage_makes_a_new_target_and_leaves_the_old_one(
 
 def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     torch.manual_seed(0)
-    backbone = trained_backbone(BackboneConfig(lora=AdapterConfig(**LORA)), context)
-    model = backbone.trainable.model.eval()
+    heads_target = trained_heads_target(BackboneConfig(lora=AdapterConfig(**LORA)), context)
+    model = heads_target.trainable.model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    weights = {f"backbone.{n}": x for n, x in backbone.trainable.weights().items()}
-    made, drift = backbone.save(weights, context.directory / "target")
+    weights = {f"backbone.{n}": x for n, x in heads_target.trainable.weights().items()}
+    made, drift = heads_target.save(weights, context.directory / "target")
     ids = batch()["input_ids"]
     torch.testing.assert_close(made.model(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     assert drift.kl > 0
     # In the dtype of the run's target, and the same in a run of that dtype.
     half = replace(target(), model=copy.deepcopy(target().model).bfloat16())
-    other = trained_backbone(
+    other = trained_heads_target(
         BackboneConfig(lora=AdapterConfig(**LORA)), replace(context, target=half)
     )
     weights = {f"backbone.{n}": x for n, x in other.trainable.weights().items()}

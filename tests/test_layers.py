@@ -55,7 +55,7 @@ CHILDREN = {
     "tools/peers_child.py",
     "tools/speculators_child.py",
     "benchmarks/shared/speculators_child.py",
-    "draftsmith/export/engines/library_server.py",
+    "draftsmith/export/engine_kinds/library_server.py",
     "train/engines/states/vllm_connector.py",
 }
 # Extras that a part of the repository needs beside the dependencies.

@@ -28,7 +28,7 @@ from decode.opening.directory import open_drafter
 from decode.text import prompt_ids
 from decode.text_stream import decode
 from draftsmith.export import ExportOptions, export_directory
-from draftsmith.export.engines import EngineTask
+from draftsmith.export.engine_kinds import EngineTask
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.learn import cycle
 from draftsmith.learn.cycle import TenantLearner, require_ready

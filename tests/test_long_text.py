@@ -102,7 +102,7 @@ def test_stored_samples_are_those_that_were_written(tmp_path: Path) -> None:
 def test_stages_share_a_text_whose_parts_outlive_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.data.text_files, "SHARE_EXAMPLES", 4)
+    monkeypatch.setattr(train.data.text_files, "PART_EXAMPLES", 4)
     context = stage_context(tmp_path, tiny_target())
 
     def stage(name: str, **settings: Any) -> Any:

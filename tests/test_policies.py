@@ -116,7 +116,7 @@ def test_a_whole_path_of_a_tree_is_a_whole_success() -> None:
     tree.depth = 3
     policy.observe(tree)
     assert policy.depths().tolist() == [5, 2]
-    assert tree.kept_share().tolist() == [1, 2 / 3]
+    assert tree.accepted_share().tolist() == [1, 2 / 3]
 
 
 def test_by_batch_follows_the_rows_that_are_left() -> None:
@@ -779,14 +779,14 @@ def test_the_nodes_with_the_most_tokens_per_second_are_fed(curve: str) -> None:
         policy = worth(CURVES[curve], c=0.1, rows=2)
         policy._graded[1] = random.random(policy._graded[1].shape) * 20
         policy._graded[0] = policy._graded[1] * random.random(policy._graded[1].shape)
-        policy._kept, policy._expected_of = random.random((2, 2)) * 8
+        policy._accepted, policy._expected_of = random.random((2, 2)) * 8
         policy.depths()
         draft = said(random.random((2, 5)), [parents] * 2)
         policy._rate = 0.0
         assert policy.kept(draft) is None  # tokens without a price
         nodes = policy._fed_nodes
         assert nodes is not None
-        own = (policy._kept + 2) / (policy._expected_of + 2)
+        own = (policy._accepted + 2) / (policy._expected_of + 2)
         chances = np.minimum(own[:, None] * nodes.chances, 1)
         for node in range(2, 5):
             chances[:, node] *= chances[:, parents[node]]

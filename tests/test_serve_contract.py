@@ -22,8 +22,8 @@ from pydantic import TypeAdapter
 from decode.draw.sampling import Sampling
 from draftsmith.net.api_error import LONGEST_MESSAGE, ApiError
 from draftsmith.serve.openai.answers import event
-from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
+from draftsmith.serve.openai.known_fields import UNKNOWN, KnownFields, parse, same
 from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS
 from draftsmith.serve.openai.reading import SHORT, RequestLimits, longest_token
 from draftsmith.serve.openai.text_request import TextRequest
@@ -43,7 +43,7 @@ from tests.service import (
 from tests.tiny import VOCAB, tiny_target
 
 SAID = asked(QUESTION)
-ROUTES: dict[str, tuple[Contract, Any, dict[str, Any]]] = {
+ROUTES: dict[str, tuple[KnownFields, Any, dict[str, Any]]] = {
     "chat": (
         CHAT,
         chat_types.completion_create_params.CompletionCreateParamsBase,
@@ -69,10 +69,10 @@ LIMITS = RequestLimits(
 )
 
 
-def error_of(contract: Contract, body: dict[str, Any]) -> dict[str, Any] | None:
+def error_of(known: KnownFields, body: dict[str, Any]) -> dict[str, Any] | None:
     """What a request is refused with. None: it is taken."""
     try:
-        request = parse(contract, json.dumps(body).encode())
+        request = parse(known, json.dumps(body).encode())
         if isinstance(request, TextRequest):
             LIMITS.sampling_of(request)
     except ApiError as error:
@@ -106,16 +106,16 @@ def samples(kind: Any, depth: int = 3) -> Iterator[Any]:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_each_field_of_openai_is_served_ignored_or_refused_with_its_cause(route: str) -> None:
-    contract, kind, least = ROUTES[route]
+    known, kind, least = ROUTES[route]
     body = {"model": MODEL, "stream": False, **least}
     taken = {}
     for name, hint in get_type_hints(kind).items():
-        cause, neutral = contract.refusal(name)
-        served, ignored = name in contract.served.model_fields, name in contract.ignored
+        cause, neutral = known.refusal(name)
+        served, ignored = name in known.served.model_fields, name in known.ignored
         assert served or ignored or cause != UNKNOWN, name
         beside = BESIDE.get(name, {}) if route == "chat" or name == "stream_options" else {}
         for value in samples(hint):
-            error = error_of(contract, body | beside | {name: value})
+            error = error_of(known, body | beside | {name: value})
             asks = value is not None and not any(same(value, one) for one in neutral)
             if not served and not ignored and asks:
                 assert error is not None
@@ -126,32 +126,32 @@ def test_each_field_of_openai_is_served_ignored_or_refused_with_its_cause(route:
                 assert error["param"].partition(".")[0] == name, (value, error)
             else:
                 taken[name] = value
-    served_names = {name for name in get_type_hints(kind) if name in contract.served.model_fields}
+    served_names = {name for name in get_type_hints(kind) if name in known.served.model_fields}
     assert served_names <= set(taken), served_names - set(taken)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
-    contract, _, least = ROUTES[route]
+    known, _, least = ROUTES[route]
     body = {"model": MODEL, **least}
-    everything = {name: {"any": 1} for name in contract.ignored}
-    for fields in contract.refused.values():
+    everything = {name: {"any": 1} for name in known.ignored}
+    for fields in known.refused.values():
         for name, neutral in fields.items():
-            if name in contract.served.model_fields:
+            if name in known.served.model_fields:
                 continue
             everything |= dict.fromkeys((name,) * bool(neutral), next(iter(neutral), None))
             for one in neutral:
-                assert error_of(contract, body | {name: one}) is None, (name, one)
+                assert error_of(known, body | {name: one}) is None, (name, one)
             asks = {"what": "is it?"}
-            assert error_of(contract, body | {name: asks}) is not None, name
-    assert error_of(contract, body | everything) is None
+            assert error_of(known, body | {name: asks}) is not None, name
+    assert error_of(known, body | everything) is None
     twice = [name for fields in REFUSED.values() for name in fields]
     assert len(twice) == len(set(twice))
     assert not set(twice) & set(IGNORED)
 
 
 @pytest.mark.parametrize(
-    ("contract", "fields", "said"),
+    ("known", "fields", "said"),
     [
         (CHAT, {"functions": [1], "function_call": "x", "grammar": "x"}, "of tools, only "
          "functions are supported, in chats and responses: functions, function_call; forced "
@@ -193,11 +193,11 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
     ],
 )  # fmt: skip
 def test_an_error_names_the_cause_and_the_place(
-    contract: Contract, fields: dict[str, Any], said: str
+    known: KnownFields, fields: dict[str, Any], said: str
 ) -> None:
     least = {CHAT: {"messages": SAID}, COMPLETION: {"prompt": "a"}, RESPONSES: {"input": "a"}}
-    body = {} if contract is SETTINGS else {"model": MODEL, **least[contract]}
-    error = error_of(contract, body | fields)
+    body = {} if known is SETTINGS else {"model": MODEL, **least[known]}
+    error = error_of(known, body | fields)
     assert error is not None
     assert said in error["message"]
     assert len(error["message"]) <= LONGEST_MESSAGE

@@ -9,7 +9,7 @@ import pytest
 from draftsmith.net.api_error import ApiError
 from draftsmith.serve.anthropic.messages_answer import as_anthropic
 from draftsmith.serve.anthropic.messages_request import MESSAGES
-from draftsmith.serve.openai.contract import parse
+from draftsmith.serve.openai.known_fields import parse
 from tests.service import CHAT, MODEL, QUESTION, Running, chat, serving, text_of
 from tests.test_serve_tools import TOOLS, target
 

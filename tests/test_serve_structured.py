@@ -13,7 +13,7 @@ import pytest
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
-from draftsmith.serve.openai.contract import parse
+from draftsmith.serve.openai.known_fields import parse
 from draftsmith.serve.openai.openai_requests import CHAT
 from tests.service import MODEL, Running, ask, chat, serving, streamed
 from tests.test_grammars import TOKENIZERS

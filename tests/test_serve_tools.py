@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from decode.model.loading import Target
 from draftsmith.net.api_error import ApiError
-from draftsmith.serve.openai.contract import parse
+from draftsmith.serve.openai.known_fields import parse
 from draftsmith.serve.openai.messages import read_items, read_messages
 from draftsmith.serve.openai.openai_requests import CHAT
 from draftsmith.serve.openai.tools import Calls, CallText, Thought

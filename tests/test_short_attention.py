@@ -59,6 +59,6 @@ def test_passes_without_training_and_wide_batches_are_left_to_sdpa(calls, monkey
     student = tiny_llama()
     ids = torch.ones(2, 9, dtype=torch.int64)
     student_states(student.eval(), ids, ids, half=True)
-    monkeypatch.setattr(short, "KEPT", 10)
+    monkeypatch.setattr(short, "MOST_SCORES", 10)
     student_states(student.train(), ids, ids, half=True)
     assert not calls

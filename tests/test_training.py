@@ -656,7 +656,7 @@ def test_an_average_over_three_steps_is_the_sum_by_hand():
         decay = (1 / 11, 0.15, 0.15)[step - 1]  # min(0.15, step / (step + 10)): 1/11, 2/12, 3/13
         value = [decay * a + (1 - decay) * w for a, w in zip(value, weights, strict=True)]
         average.update([torch.tensor(weights)], step)
-    assert average.shares[0].tolist() == pytest.approx(value, rel=1e-6)
+    assert average.shards[0].tolist() == pytest.approx(value, rel=1e-6)
 
 
 def test_the_average_is_measured_and_given_and_training_goes_on_without_it(tmp_path):

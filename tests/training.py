@@ -154,8 +154,8 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     found: dict[str, Any] = {f"weight {k}": v for k, v in trainer.module.state_dict().items()}
     for number, state in trainer.optimizer.state_dict()["state"].items():
         found |= {f"optimizer {number} {k}": v for k, v in state.items()}
-    for i, share in enumerate(trainer.average.shares if trainer.average else []):
-        found[f"average {i}"] = share
+    for i, shard in enumerate(trainer.average.shards if trainer.average else []):
+        found[f"average {i}"] = shard
     return found | {"random": random_states()}
 
 

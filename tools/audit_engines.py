@@ -33,8 +33,8 @@ from draftsmith.auditing.findings import Audit, Judgement
 from draftsmith.auditing.report import written_p
 from draftsmith.auditing.tiny import NOISE, tiny_model, tiny_tokenizer, write_gguf_file, write_tiny
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines.libraries import library_serving
-from draftsmith.export.engines.llama_server import FLOAT32, server_version
+from draftsmith.export.engine_kinds.libraries import library_serving
+from draftsmith.export.engine_kinds.llama_server import FLOAT32, server_version
 from draftsmith.export.export_directory import export_drafter
 from tests.export import make_heads
 from tests.mtp_targets import save_mtp_target

@@ -14,7 +14,7 @@ from decode.opening.combinations import COMBINATIONS
 from decode.rules import RULES
 from decode.shapes import SHAPES
 from distill.losses import LOSSES
-from draftsmith.export.engines import ENGINES
+from draftsmith.export.engine_kinds import ENGINES
 from draftsmith.export.formats import FORMATS
 from heads.kinds import HEADS
 from tools.imports import ROOT

@@ -1,12 +1,9 @@
 """A service in a process of its own."""
 
-import http.client
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +16,9 @@ from benchmarks.serve.client import CHAT, ClientAnswer, ask
 from decode.model.loading import Target, load_target
 from train.base.console import Reporter
 from train.data.read import Example, read_examples
-from train.engines.child_process import free_port
+from train.engines.child_process import Server, free_port, start_process
 
 MODEL = "target"  # what requests call it
-START_SECONDS = 180
 
 
 def command(*words: str) -> list[str]:
@@ -55,8 +51,8 @@ class ServiceProcess:
     """A service that a command starts, with `--port` and a port added. Its context begins when it
     listens, and ends it.
 
-    port: None: any that is free. The context raises RuntimeError with the end of the service's
-    output if it ends before it listens, or does not listen in time.
+    port: None: any that is free. The context raises UserError with the end of the service's output
+    if it ends before it listens, or does not listen in time.
     """
 
     def __init__(self, command: Sequence[str], port: int | None = None) -> None:
@@ -65,12 +61,9 @@ class ServiceProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed in __exit__)
         # transformers asks the hub about model names. No benchmark may wait for a network.
         environment = {"HF_HUB_OFFLINE": "1", **os.environ}
-        self._process = subprocess.Popen(
-            [*self.command, "--port", str(self.port)],
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-        )
+        command = [*command, "--port", str(self.port)]
+        self._process = start_process(command[0], command, self._output, environment)
+        self._server = Server(" ".join(command), self.port, self._process, self._output)
 
     @property
     def process(self) -> psutil.Process:
@@ -108,21 +101,9 @@ class ServiceProcess:
         message = {"role": "user", "content": "Hello"}
         return ask(self.url, {"model": model, "messages": [message], "max_tokens": 2}, CHAT)
 
-    def _until_it_listens(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end:
-            if self._process.poll() is not None:
-                raise RuntimeError(f"{self.command} ended with its start:\n{self.output()}")
-            try:
-                if ask(self.url, b"", "/health", method="GET").status == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                time.sleep(0.1)
-        raise RuntimeError(f"{self.command} does not listen:\n{self.output()}")
-
     def __enter__(self) -> "ServiceProcess":
         try:
-            self._until_it_listens()
+            self._server.wait("/health")
         except BaseException:
             self.kill()
             raise

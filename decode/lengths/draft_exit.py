@@ -41,7 +41,7 @@ class DraftExit(ConfidenceWatcher):
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         # Rows that another drafter served are not watched.
         learns = (verification.drafted > 0) & (watched > 0)
-        rates = PAST_RATES * self._rates + (1 - PAST_RATES) * verification.kept_share()
+        rates = PAST_RATES * self._rates + (1 - PAST_RATES) * verification.accepted_share()
         self._rates = np.where(learns, rates, self._rates)
         complete = verification.drafted >= self.max_depth
         change = np.where(self._rates < self.goal, STEP, np.where(complete, 0.0, -STEP))

@@ -47,8 +47,8 @@ class Worth(CostModel):
     """
 
     weighs = True
-    per_row = MappingProxyType({**CostModel.per_row, "_kept": 0.0, "_expected_of": 0.0})
-    _kept: np.ndarray  # [B]: nodes that were accepted
+    per_row = MappingProxyType({**CostModel.per_row, "_accepted": 0.0, "_expected_of": 0.0})
+    _accepted: np.ndarray  # [B]: nodes that were accepted
     _expected_of: np.ndarray  # [B]: those that the chances of all rows made expect
     _chances: np.ndarray  # float64 [drafters, grades, max_depth], see `_chances_of_nodes`
     _reached: np.ndarray  # [B, N]: of the draft that grows, the chances of its nodes
@@ -62,12 +62,12 @@ class Worth(CostModel):
 
     def _chances_of_nodes(self) -> np.ndarray:
         """float64 [drafters, grades, max_depth]: of nodes, if those above them are accepted."""
-        kept, judged = self._graded
+        accepted, judged = self._graded
         said = 1 / (1 + 2.0 ** -np.arange(LEAST, MOST + 1))
-        found, of = kept.sum(2), judged.sum(2)  # [drafters, grades]
+        found, of = accepted.sum(2), judged.sum(2)  # [drafters, grades]
         over = (found.sum(1) + OWN) / ((of * said).sum(1) + OWN)
         every = (found + OWN * np.minimum(over[:, None] * said, 1.0)) / (of + OWN)
-        chances = (kept + OWN * every[..., None]) / (judged + OWN)
+        chances = (accepted + OWN * every[..., None]) / (judged + OWN)
         # Of what a drafter is surer of, more is accepted. Else elder siblings could be left out.
         rising = np.maximum.accumulate(chances, 1)
         falling = np.minimum.accumulate(chances[:, ::-1], 1)[:, ::-1]
@@ -136,7 +136,7 @@ class Worth(CostModel):
 
     def _as_of_rows(self, chances: np.ndarray) -> np.ndarray:
         """Chances as of all rows, [B, n], as many times more or less as each row accepts."""
-        more = (self._kept + OWN) / (self._expected_of + OWN)
+        more = (self._accepted + OWN) / (self._expected_of + OWN)
         return np.minimum(more[:, None] * chances, 1.0)
 
     def observe(self, verification: Verification) -> None:
@@ -145,11 +145,11 @@ class Worth(CostModel):
         before = self._emitted
         super().observe(verification)
         faded = self.memory**verification.emitted
-        self._kept, self._expected_of = self._kept * faded, self._expected_of * faded
+        self._accepted, self._expected_of = self._accepted * faded, self._expected_of * faded
         self._graded *= self.memory ** ((self._emitted - before) / LONGER)
         if nodes is None:
             return
-        self._kept += nodes.accepted.sum(1)
+        self._accepted += nodes.accepted.sum(1)
         self._expected_of += (nodes.chances * nodes.judged).sum(1)
         for table, which in zip(self._graded, (nodes.accepted, nodes.judged), strict=True):
             table += np.bincount(nodes.places[which], minlength=table.size).reshape(table.shape)

@@ -67,9 +67,9 @@ def as_read(
 def _reads_parts_only(template: str, marks: tuple[tuple[str, Any], ...]) -> bool:
     message = {"role": "user", "content": "anything"}
     written = []
-    for form in (message, _in_parts(message)):
+    for written_as in (message, _in_parts(message)):
         try:
-            [text], _ = render_jinja_template([[form]], chat_template=template, **dict(marks))
+            [text], _ = render_jinja_template([[written_as]], chat_template=template, **dict(marks))
         except Exception:  # a template is a program of others
             return False
         written.append(text)

@@ -142,21 +142,21 @@ def require_same_vocabulary(
 
 
 # The hash and the sample of the weights of some models, and the rounding of their dtypes.
-_KEPT: WeakKeyDictionary[nn.Module, tuple[str, Tensor, float]] = WeakKeyDictionary()
+_IDENTITIES: WeakKeyDictionary[nn.Module, tuple[str, Tensor, float]] = WeakKeyDictionary()
 
 
 def keep_identity(model: nn.Module) -> None:
     """Compute `sampled_weights_sha256` and `sample_weights` of a model that does not change, and
     keep them: because it is sharded, or because its weights get another form. All processes of a
     sharded model must call this. Later each can ask for them alone."""
-    _KEPT[model] = sampled_weights_sha256(model), sample_weights(model), _rounding(model)
+    _IDENTITIES[model] = sampled_weights_sha256(model), sample_weights(model), _rounding(model)
 
 
 def sampled_weights_sha256(model: nn.Module) -> str:
     """A hash over some numbers of every weight and buffer. It distinguishes models with the same
     name and vocabulary, and a model in two dtypes. Raises UserError for offloaded weights."""
-    if model in _KEPT:
-        return _KEPT[model][0]
+    if model in _IDENTITIES:
+        return _IDENTITIES[model][0]
     require_present(model, "training on the target's outputs, or a cache of them,")
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items(), key=lambda named: named[0]):
@@ -168,8 +168,8 @@ def sampled_weights_sha256(model: nn.Module) -> str:
 def sample_weights(model: nn.Module) -> Tensor:
     """float32 [m] on the CPU: a few numbers of every weight, in the order of the weights' names.
     Raises UserError for offloaded weights."""
-    if model in _KEPT:
-        return _KEPT[model][1]
+    if model in _IDENTITIES:
+        return _IDENTITIES[model][1]
     require_present(model, "a drafter made of heads on the target")
     weights = sorted(model.named_parameters(), key=lambda named: named[0])
     return torch.cat([_some_numbers(weight, SAMPLED_NUMBERS) for _, weight in weights])
@@ -199,8 +199,8 @@ def require_same_weights(stored: Tensor, dtype: str, model: nn.Module, what: str
 
 def _rounding(model: nn.Module) -> float:
     """The largest relative rounding error of the weights' dtypes."""
-    if model in _KEPT:
-        return _KEPT[model][2]
+    if model in _IDENTITIES:
+        return _IDENTITIES[model][2]
     # Quantised weights may be integers, which are not rounded.
     return max(torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point())
 

@@ -40,7 +40,7 @@ class _Numbers:
     """Of a token: `slot_bytes`, `expanded_bytes`, and queries and outputs of a latent attention, in
     numbers. scored: see `scored_heads`."""
 
-    kept: int
+    slot: int
     expanded: int
     queried: int
     scored: int
@@ -55,7 +55,7 @@ def slot_bytes(model: PreTrainedModel) -> int:
 
     Running states do not count: they do not grow with the text. Layers with a window count as the
     others do. The model needs no weights."""
-    return _numbers(model).kept * model.dtype.itemsize
+    return _numbers(model).slot * model.dtype.itemsize
 
 
 def expanded_bytes(model: PreTrainedModel) -> int:
@@ -129,8 +129,8 @@ def _counted_numbers(model: PreTrainedModel, theirs: bool) -> _Numbers:
             shapes = type(model)._from_config(config).eval()
             if has_encoder(model):
                 ids["decoder_input_ids"] = ids["input_ids"]
-            kept: Any = cache_of(shapes(**ids, use_cache=True))
-        layers = getattr(kept, "self_attention_cache", kept).layers
+            cache: Any = cache_of(shapes(**ids, use_cache=True))
+        layers = getattr(cache, "self_attention_cache", cache).layers
         found = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         states = [x for x in found if x is not None and x.ndim == 4]
     except Exception:  # code of any library, on tensors without values
@@ -160,8 +160,8 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     # PyTorch keeps freed blocks and uses them again.
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + reserved
 
 
 def _free_in_containers() -> list[int]:

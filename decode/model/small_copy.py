@@ -128,10 +128,10 @@ def _narrow(config: Any, heads: int) -> None:
         return
     factor = before // next(x for x in range(heads, before + 1) if before % x == 0)
     _change(config, _HEADS, lambda count: max(count // factor, min(count, 1)))
-    _change(config, _WIDTHS, lambda size: _share(size, factor))
+    _change(config, _WIDTHS, lambda size: _divided(size, factor))
 
 
-def _share(width: int, factor: int) -> int:
+def _divided(width: int, factor: int) -> int:
     """A width that is no multiple of the heads does not depend on them."""
     return width // factor if width % factor == 0 else max(width // factor, 8) // 8 * 8
 

@@ -129,7 +129,7 @@ class AskedTexts:
 class AuditedServer(ServerClient):
     """The server under audit. protocol: how it is asked for texts."""
 
-    kept = "Start it, and then the same command"
+    when_lost = "Start it, and then the same command"
 
     def __init__(self, url: str, config: ServerConfig, target: Target) -> None:
         super().__init__(url, config)

@@ -10,7 +10,7 @@ from draftsmith.export.compare_acceptance import (
     OwnLoop,
     count_drafts,
 )
-from draftsmith.export.engines import ENGINES
+from draftsmith.export.engine_kinds import ENGINES
 from train.engines.counters import DraftCounts, EngineCounters, settled_counters
 
 GROUP = "drafts"

@@ -19,7 +19,7 @@ from draftsmith.auditing.asking import ask_texts
 from draftsmith.auditing.audit_options import AuditOptions
 from draftsmith.auditing.findings import Finding, Judgement
 from draftsmith.auditing.questions import Questions
-from draftsmith.export.engines import ENGINES, Engine, EngineTask
+from draftsmith.export.engine_kinds import ENGINES, Engine, EngineTask
 from draftsmith.export.export_directory import check_export, planned_layout, reload_export
 from draftsmith.export.file_schema import read_json
 from draftsmith.export.formats.readers import KNOWN, READERS, release_of, require_read

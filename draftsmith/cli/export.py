@@ -105,7 +105,7 @@ def export(
         verify_export,
     )
     from draftsmith.diagnosis.entry import cause_in_engine
-    from draftsmith.export.engines import EngineTask
+    from draftsmith.export.engine_kinds import EngineTask
     from draftsmith.export.export_directory import (
         Measuring,
         check_export,

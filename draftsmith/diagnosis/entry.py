@@ -20,7 +20,7 @@ from draftsmith.diagnosis.engine import measure_server, measure_together, ready,
 from draftsmith.diagnosis.explain import ALONE, EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.compare_acceptance import Acceptance
-from draftsmith.export.engines import EngineTask
+from draftsmith.export.engine_kinds import EngineTask
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter

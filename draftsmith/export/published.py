@@ -107,7 +107,9 @@ class Checkpoint:
         """The files with weights: all safetensors, or all pickled if there are no safetensors."""
         require_all_shards(self.directory)
         files = sorted(self.directory.glob("*.safetensors"))
-        files = files or sorted(file for form in PICKLES for file in self.directory.glob(form))
+        files = files or sorted(
+            file for pattern in PICKLES for file in self.directory.glob(pattern)
+        )
         if not files:
             raise UserError(f"{self.source} has no weights; expected *.safetensors")
         return files
@@ -290,7 +292,7 @@ def _download(source: str, revision: str | None, pickled: bool) -> Path:
     try:
         names = huggingface_hub.list_repo_files(source, revision=revision)
         _require_no_mask_embedding(source, names)
-        pickles = [name for name in names for form in PICKLES if fnmatch(name, form)]
+        pickles = [name for name in names for pattern in PICKLES if fnmatch(name, pattern)]
         if pickles and not pickled and not any(name.endswith(".safetensors") for name in names):
             raise UserError(_pickled(source, pickles))
         return Path(

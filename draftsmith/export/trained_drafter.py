@@ -43,14 +43,15 @@ BUILT_IN = (
 class LoadedSmallLM:
     """A small language model with its tokenizer, ready to be written.
 
-    kept: the size of its reduced draft vocabulary in tokens; None if it had none. filled_from: the
-    source of the rows of all other tokens. dtype: the dtype of the weights as stored.
+    reduced_to: the size of its reduced draft vocabulary in tokens; None if it had none.
+    filled_from: the source of the rows of all other tokens. dtype: the dtype of the weights as
+    stored.
     """
 
     model: PreTrainedModel
     tokenizer: Any
     dtype: str
-    kept: int | None = None
+    reduced_to: int | None = None
     filled_from: str | None = None
 
 

@@ -31,7 +31,7 @@ from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
 from draftsmith.auditing.verify_export import engine_for_drafter, verify_export
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines import EngineTask
+from draftsmith.export.engine_kinds import EngineTask
 from draftsmith.export.export_directory import (
     Measuring,
     export_drafter,

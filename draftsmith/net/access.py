@@ -199,9 +199,9 @@ def _words_like(key: bytes) -> re.Pattern[bytes]:
     """Finds the words, one after the other, that end where those of a key do. Headers of nothing
     but commas then cost no more time than others, and no time depends on the key's letters."""
     signs = re.compile(_WORD_END)
-    form = b"".join(_WORD_END if signs.match(key, i) else _IN_WORD for i in range(len(key)))
+    word = b"".join(_WORD_END if signs.match(key, i) else _IN_WORD for i in range(len(key)))
     begin, end = rb"(?:\A|(?<=" + _WORD_END + rb"))", rb"(?:" + _WORD_END + rb"|\Z)"
-    return re.compile(begin + rb"(?=(" + form + rb")" + end + rb")")
+    return re.compile(begin + rb"(?=(" + word + rb")" + end + rb")")
 
 
 def _is_key(authorization: str, key: str) -> bool:

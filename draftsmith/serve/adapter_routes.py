@@ -25,13 +25,13 @@ def path_below(directory: Path | None, path: str) -> Path | None:
 class AdapterRoutes:
     """The adapters that are loaded. It does not change; `with_adapter` and `without` return others.
 
-    directory: where those are that may be loaded. None: none may. kept: a drafter whose weights
+    directory: where those are that may be loaded. None: none may. alive: a drafter whose weights
     adapters may share, as it was opened. loaded: the drafters by label.
     """
 
     directory: Path | None
     target: Target
-    kept: Drafter | None
+    alive: Drafter | None
     loaded: dict[str, Drafter] = field(default_factory=dict)
 
     def around(self, drafter: Drafter) -> Drafter:

@@ -31,7 +31,7 @@ from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.live_settings import LiveSettings
 from draftsmith.serve.middleware import KeyHeader, RequestIds
 from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from draftsmith.serve.openai.contract import Contract, parse
+from draftsmith.serve.openai.known_fields import KnownFields, parse
 from draftsmith.serve.openai.openai_requests import (
     ADAPTER_LOAD,
     ADAPTER_UNLOAD,
@@ -104,10 +104,10 @@ class Service:
     def app(self) -> Starlette:
         """The ASGI application."""
         get, post = ["GET"], ["POST"]
-        chat = partial(self._answer, contract=CHAT, kind=ChatAnswer)
-        complete = partial(self._answer, contract=COMPLETION, kind=CompletionAnswer)
-        respond = partial(self._answer, contract=RESPONSES, kind=ResponsesAnswer)
-        message = partial(self._answer, contract=MESSAGES, kind=MessagesAnswer)
+        chat = partial(self._answer, known=CHAT, kind=ChatAnswer)
+        complete = partial(self._answer, known=COMPLETION, kind=CompletionAnswer)
+        respond = partial(self._answer, known=RESPONSES, kind=ResponsesAnswer)
+        message = partial(self._answer, known=MESSAGES, kind=MessagesAnswer)
         shown = (ApiError, UserError, HTTPException, Exception)
         return Starlette(
             routes=[
@@ -200,11 +200,11 @@ class Service:
             raise ApiError(404, message, param="lora_name", code="not_found") from None
         return self._adapters()
 
-    async def _asked_adapter(self, request: Request, contract: Contract) -> Any:
+    async def _asked_adapter(self, request: Request, known: KnownFields) -> Any:
         if self.settings.adapters.directory is None:
             message = "this service was started without --adapters DIR, so it loads no adapters"
             raise ApiError(404, message, code="not_found")
-        return parse(contract, await self._body(request, SHORT))
+        return parse(known, await self._body(request, SHORT))
 
     def _adapters(self) -> Response:
         return JSONResponse({"success": True, "adapters": list(self.settings.adapters.loaded)})
@@ -220,13 +220,13 @@ class Service:
         }
 
     async def _answer(
-        self, request: Request, contract: Contract, kind: Callable[..., ApiAnswer]
+        self, request: Request, known: KnownFields, kind: Callable[..., ApiAnswer]
     ) -> ASGIApp:
         """Read a request and answer it. A full service refuses it before it is read."""
         self.batcher.require_room(1 + self.reader.waiting)
         body = await self._body(request, LONGEST_BODY)
         self.batcher.require_room(1 + self.reader.waiting)
-        read = await self.reader.read(contract, body)
+        read = await self.reader.read(known, body)
         running = RunningRequest(self.batcher, read, self.seeds.getrandbits)
         answer = kind(
             self.names[0],

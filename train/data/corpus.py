@@ -19,12 +19,12 @@ from train.data.chat_tokens import Sample, prompt_tokens, to_samples
 from train.data.read import Example, asks, content_keys, id_key, id_keys, select
 from train.data.self_prompts import read_self_prompts
 from train.data.stored_samples import StoredSamples
-from train.data.text_files import Share, Texts
+from train.data.text_files import MakePart, Texts
 from train.data.turns import TURN, turn
 from train.settings.text_settings import stages_of
 
 SELF_PROMPTS = "prompts"  # the directory of prompts that the target wrote
-SHARE_FILES = 16  # files of answers that one part of a text holds
+PART_FILES = 16  # files of answers that one part of a text holds
 
 
 @dataclass
@@ -112,17 +112,17 @@ class Corpus:
             examples = self.examples[split]
             key = self._key("responses", [examples])
             return self.texts.rows(key, f"responses of {split}", examples, self._own)[0]
-        shares: list[Share] = []
+        parts: list[MakePart] = []
         splits = {name: _ById(examples) for name, examples in self.examples.items()}
         stages = stages_of(text)
         for stage in stages:
             files = answer_files(self.stages[stage])
             asked = splits | {SELF_PROMPTS: _ById(self.self_prompts(stage))}
-            shares += [
-                partial(self._answered, stage, files[first : first + SHARE_FILES], asked)
-                for first in range(0, max(1, len(files)), SHARE_FILES)
+            parts += [
+                partial(self._answered, stage, files[first : first + PART_FILES], asked)
+                for first in range(0, max(1, len(files)), PART_FILES)
             ]
-        return self.texts.stored(self._key("answer files", self.examples.values(), stages), shares)
+        return self.texts.stored(self._key("answer files", self.examples.values(), stages), parts)
 
     def _own(self, example: Example) -> Iterator[Sample]:
         """The samples of an example with its own responses."""

@@ -103,8 +103,8 @@ def write_prompts(
                 batch_size=batch_size,
             ).outputs
 
-        shares = ranks.gather(ranks.together(partial(_kept, stored, made_by, draw)))
-        for output in (shares[i % ranks.world][i // ranks.world] for i in range(len(rows))):
+        by_rank = ranks.gather(ranks.together(partial(_kept, stored, made_by, draw)))
+        for output in (by_rank[i % ranks.world][i // ranks.world] for i in range(len(rows))):
             text = target.tokenizer.decode(output[:-1], skip_special_tokens=True).strip()
             reason = _reason_against(text, output[-1] in ends, known, forbidden)
             if reason:

@@ -35,10 +35,10 @@ from train.data.stored_samples import (
 )
 from train.measure.ranks import ALONE, Ranks
 
-SHARE_EXAMPLES = 16_384  # rows that one part holds
+PART_EXAMPLES = 16_384  # rows that one part holds
 
 # Makes the samples of a part, and adds to the meta of its manifest.
-Share = Callable[[dict[str, Any]], Iterable[Sample]]
+MakePart = Callable[[dict[str, Any]], Iterable[Sample]]
 
 
 @dataclass
@@ -63,8 +63,8 @@ class Texts:
     _usable: dict[str, np.ndarray] = field(default_factory=dict)
     _prompts: list[tuple[np.ndarray, np.ndarray, StoredSamples]] = field(default_factory=list)
 
-    def stored(self, key: str, shares: Sequence[Share]) -> StoredSamples:
-        """The text with this key. Each rank makes some of the shares that no start has made."""
+    def stored(self, key: str, parts: Sequence[MakePart]) -> StoredSamples:
+        """The text with this key. Each rank makes some of the parts that no start has made."""
         if key not in self._opened:
             if self.directory is None:
                 self.directory = self.ranks.main_only(self._temporary_directory)
@@ -72,16 +72,16 @@ class Texts:
             self.ranks.main_only(lambda: recover(directory, alone=True))
 
             def write() -> None:
-                with self.bar("tokenising", len(shares)) as bar:
-                    for number in range(self.ranks.rank, len(shares), self.ranks.world):
+                with self.bar("tokenising", len(parts)) as bar:
+                    for number in range(self.ranks.rank, len(parts), self.ranks.world):
                         if not sample_part(directory, number).exists():
                             meta: dict[str, Any] = {}
-                            write_samples(directory, number, shares[number](meta), meta)
+                            write_samples(directory, number, parts[number](meta), meta)
                         if bar is not None:
-                            bar.update(min(number + self.ranks.world, len(shares)))
+                            bar.update(min(number + self.ranks.world, len(parts)))
 
             self.ranks.together(write)
-            self._opened[key] = self.ranks.together(lambda: StoredSamples(directory, len(shares)))
+            self._opened[key] = self.ranks.together(lambda: StoredSamples(directory, len(parts)))
         return self._opened[key]
 
     def _temporary_directory(self) -> Path:
@@ -103,16 +103,16 @@ class Texts:
     ) -> tuple[StoredSamples, np.ndarray]:
         """The samples of these rows, and the numbers of the rows that can be used. what: names them
         in messages. make: raises UserError for a row that cannot be used."""
-        firsts = range(0, max(1, len(examples)), SHARE_EXAMPLES)
-        shares = [partial(self._share, examples, first, make) for first in firsts]
-        samples = self.stored(key, shares)
+        firsts = range(0, max(1, len(examples)), PART_EXAMPLES)
+        parts = [partial(self._part, examples, first, make) for first in firsts]
+        samples = self.stored(key, parts)
         if key not in self._usable:
             bad = {int(row): found for meta in samples.meta for row, found in meta["bad"].items()}
             self._require_few(what, len(examples), bad)
             self._usable[key] = np.setdiff1d(np.arange(len(examples)), list(bad))
         return samples, self._usable[key]
 
-    def _share(
+    def _part(
         self,
         examples: Sequence[Example],
         first: int,
@@ -120,7 +120,7 @@ class Texts:
         meta: dict[str, Any],
     ) -> Iterator[Sample]:
         bad = meta["bad"] = dict[str, str]()
-        for row, example in enumerate(examples[first : first + SHARE_EXAMPLES], start=first):
+        for row, example in enumerate(examples[first : first + PART_EXAMPLES], start=first):
             try:
                 samples = list(make(example))
                 most = max((max(x) for s in samples for x in (s.tokens, s.source) if x), default=0)

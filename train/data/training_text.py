@@ -144,12 +144,12 @@ class OnPolicyText:
             if len(prompt) < self.max_length
         ]
         # Prompts of similar length come together: less padding.
-        share = sorted(fitting, key=lambda item: len(item[1]))
+        own = sorted(fitting, key=lambda item: len(item[1]))
         written: list[tuple[int, Sample]] = []
         if self.drafter is None:
-            self.drafter = self._faster(model, share[: settings.batch_size], number)
-        answers = self._decode(model, share, number, self.drafter) if share else []
-        for (index, prompt), answer in zip(share, answers, strict=True):
+            self.drafter = self._faster(model, own[: settings.batch_size], number)
+        answers = self._decode(model, own, number, self.drafter) if own else []
+        for (index, prompt), answer in zip(own, answers, strict=True):
             name = f"{examples[index].id}#round-{number}-{index}"
             answer = answer[: self.max_length - len(prompt)]
             mask = [False] * len(prompt) + [True] * len(answer)
@@ -157,7 +157,7 @@ class OnPolicyText:
         return [sample for _, sample in sorted(gather_object(written))]
 
     def _decode(
-        self, model: PreTrainedModel, share: list[tuple[int, list[int]]], number: int, drafter: str
+        self, model: PreTrainedModel, own: list[tuple[int, list[int]]], number: int, drafter: str
     ) -> list[list[int]]:
         """The answers to indexed prompts. `batch_size` of them are decoded together."""
         settings = self.settings
@@ -169,9 +169,9 @@ class OnPolicyText:
             rule="exact",
             sampling=settings.sampling.build(),
         )
-        rows = [number * settings.samples + index for index, _ in share]
+        rows = [number * settings.samples + index for index, _ in own]
         return decoder.decode(
-            [prompt for _, prompt in share],
+            [prompt for _, prompt in own],
             settings.max_new_tokens,
             seed=self.seed,
             row_ids=rows,

@@ -51,10 +51,10 @@ class Unanswered(UserError):
 class ServerClient:
     """One server. Enter it before the first request; it closes its connections at the end.
 
-    kept: what is not lost with the server, and what to do then, for messages.
+    when_lost: what is not lost with the server, and what to do then, for messages.
     """
 
-    kept: ClassVar[str]
+    when_lost: ClassVar[str]
 
     def __init__(self, url: str, config: EngineServer) -> None:
         self.url, self._config = url, config
@@ -146,7 +146,7 @@ class ServerClient:
             problem += f"; it asks to wait {wait:.0f} s, more than {asked}"
             reached = False  # by its own word it answers no request
         raise ServerLost(
-            f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}",
+            f"{self.url} did not answer in {tries} attempts ({problem}). {self.when_lost}",
             reached=reached,
         )
 
@@ -180,7 +180,7 @@ class ServerClient:
 class AnswerServer(ServerClient):
     """A server that answers prompts."""
 
-    kept = (
+    when_lost = (
         "Finished answers are kept: when the server is up, the same command goes on with the others"
     )
 

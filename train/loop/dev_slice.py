@@ -118,7 +118,7 @@ class DevSlice:
         gathered = weights(self.judging.prefix)
         ranks = Ranks.of(self.accelerator)
         counts = Counts.zero()
-        if prompts := ranks.share(self.prompts):
+        if prompts := ranks.own(self.prompts):
             target, drafter = self.judging.make_drafter(gathered)
             decoder = Decoder(
                 target.model, drafter, eos_token_ids=target.eos_token_ids, gamma=self.settings.gamma

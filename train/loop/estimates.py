@@ -176,7 +176,7 @@ def training_disk_bytes(
     return (loop.keep_checkpoints + 1) * checkpoint + best + 2 * 4 * parameters
 
 
-def batch_share(tokens_per_batch: int, longest: int, processes: int) -> int:
+def tokens_per_rank(tokens_per_batch: int, longest: int, processes: int) -> int:
     """The tokens of a batch that one of `processes` holds. Rows are dealt to them, so that is at
     least one row. longest: the length of the longest row, in tokens."""
     return max(-(-tokens_per_batch // processes), min(longest, tokens_per_batch))

@@ -90,11 +90,11 @@ class RankWeights:
         return found
 
     def local(self) -> list[Tensor]:
-        """This rank's share of the trained float32 weights, as views: writing to them changes the
+        """This rank's shard of the trained float32 weights, as views: writing to them changes the
         weights.
 
         The engine sets the shapes and the order. They are the same at every call of one launch.
-        Under DDP a share is all the weights.
+        Under DDP a shard is all the weights.
         """
         parameters = self._parameters()
         if not self._deepspeed:
@@ -109,18 +109,18 @@ class RankWeights:
         return [flat.detach() for group in groups for flat in group["params"]]
 
     @contextmanager
-    def exchanged(self, shares: Sequence[Tensor]) -> Iterator[None]:
-        """Inside this context `gathered` returns `shares` instead of the trained weights. `shares`
+    def exchanged(self, shards: Sequence[Tensor]) -> Iterator[None]:
+        """Inside this context `gathered` returns `shards` instead of the trained weights. `shards`
         has the format of `local`.
 
         Under DeepSpeed the module's forward pass still uses the trained weights.
         """
 
         def swap() -> None:
-            for weight, share in zip(self.local(), shares, strict=True):
+            for weight, shard in zip(self.local(), shards, strict=True):
                 trained = weight.clone()
-                weight.copy_(share)
-                share.copy_(trained)
+                weight.copy_(shard)
+                shard.copy_(trained)
 
         swap()
         try:
@@ -128,28 +128,28 @@ class RankWeights:
         finally:
             swap()
 
-    def save_shares(self, shares: Sequence[Tensor], path: Path) -> None:
-        """Write `shares`, which have the format of `local`. Every rank must call this.
+    def save_shards(self, shards: Sequence[Tensor], path: Path) -> None:
+        """Write `shards`, which have the format of `local`. Every rank must call this.
 
         Under FSDP2 `path` becomes a directory that any number of ranks can read
         (torch.distributed.checkpoint). Otherwise a rank writes a file `<path>-<rank>.safetensors`;
-        where every share is all the weights, only the main process does.
+        where every shard is all the weights, only the main process does.
         """
         if self.accelerator.is_fsdp2:
-            dcp.save(self._by_name(shares), checkpoint_id=path)
+            dcp.save(self._by_name(shards), checkpoint_id=path)
         elif self._deepspeed or self.accelerator.is_main_process:
-            file = _share_file(path, self.accelerator.process_index)
-            save_file({str(i): share for i, share in enumerate(shares)}, file)
+            file = _shard_file(path, self.accelerator.process_index)
+            save_file({str(i): shard for i, shard in enumerate(shards)}, file)
 
-    def load_shares(self, shares: Sequence[Tensor], path: Path) -> None:
-        """Read into `shares` what `save_shares` wrote. Every rank must call this."""
+    def load_shards(self, shards: Sequence[Tensor], path: Path) -> None:
+        """Read into `shards` what `save_shards` wrote. Every rank must call this."""
         if path.is_dir():
-            dcp.load(self._by_name(shares), checkpoint_id=path)
+            dcp.load(self._by_name(shards), checkpoint_id=path)
             return
         rank = self.accelerator.process_index if self._deepspeed else 0
-        stored = load_file(_share_file(path, rank))
-        for i, share in enumerate(shares):
-            share.copy_(stored[str(i)])
+        stored = load_file(_shard_file(path, rank))
+        for i, shard in enumerate(shards):
+            shard.copy_(stored[str(i)])
 
     @property
     def _deepspeed(self) -> bool:
@@ -174,19 +174,19 @@ class RankWeights:
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def _sums(self) -> list[int]:
-        """The sum of the bits of each share."""
+        """The sum of the bits of each shard."""
         return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in self.local()]
 
-    def _by_name(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
-        """`shares` under FSDP2 as the sharded tensors that they are parts of. The memory is
+    def _by_name(self, shards: Sequence[Tensor]) -> dict[str, Tensor]:
+        """`shards` under FSDP2 as the sharded tensors that they are parts of. The memory is
         shared."""
         tensors: dict[str, Tensor] = {}
         parameters = self._parameters()
-        for name, share in zip(self.trained, shares, strict=True):
+        for name, shard in zip(self.trained, shards, strict=True):
             weight = parameters[name]
             assert isinstance(weight, DTensor)
             tensors[name] = DTensor.from_local(
-                share,
+                shard,
                 weight.device_mesh,
                 weight.placements,
                 run_check=False,
@@ -196,5 +196,5 @@ class RankWeights:
         return tensors
 
 
-def _share_file(path: Path, rank: int) -> Path:
+def _shard_file(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}-{rank}.safetensors")

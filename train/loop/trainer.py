@@ -259,7 +259,7 @@ class Trainer:
         if self.average is None:
             yield
             return
-        with self._weights.exchanged(self.average.shares):
+        with self._weights.exchanged(self.average.shards):
             yield
 
     def drafter_weights(self, prefix: str = "", *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -446,18 +446,18 @@ class Trainer:
 
     def _save_average(self, directory: Path) -> None:
         if self.average:
-            self._weights.save_shares(self.average.shares, directory / AVERAGE)
+            self._weights.save_shards(self.average.shards, directory / AVERAGE)
 
     def _load_average(self, directory: Path) -> None:
         if not self.average:
             return
-        shares = self.average.shares
+        shards = self.average.shards
         if any(directory.glob(f"{AVERAGE}*")):
-            self._weights.load_shares(shares, directory / AVERAGE)
+            self._weights.load_shards(shards, directory / AVERAGE)
             return
         # `optimizer.ema` is a new setting: the average begins with the weights of now.
-        for share, weight in zip(shares, self._weights.local(), strict=True):
-            share.copy_(weight)
+        for shard, weight in zip(shards, self._weights.local(), strict=True):
+            shard.copy_(weight)
 
     def padding_share(self) -> float:
         """The share of padding among the batch positions of the newest round."""

@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 class EMA:
-    """The EMA of the weights. shares: this rank's shares of the weights, in float32."""
+    """The EMA of the weights. shards: this rank's shards of the weights, in float32."""
 
-    def __init__(self, shares: Sequence[Tensor], decay: float) -> None:
+    def __init__(self, shards: Sequence[Tensor], decay: float) -> None:
         self.decay = decay
-        self.shares = [share.clone() for share in shares]
+        self.shards = [shard.clone() for shard in shards]
 
     @torch.no_grad()
-    def update(self, shares: Sequence[Tensor], step: int) -> None:
+    def update(self, shards: Sequence[Tensor], step: int) -> None:
         """Update after optimizer step `step` (from 1). Early steps use a smaller decay, so the
         untrained init weights fade out quickly."""
         decay = min(self.decay, step / (step + 10))
-        for share, new in zip(self.shares, shares, strict=True):
-            share.lerp_(new, 1 - decay)
+        for shard, new in zip(self.shards, shards, strict=True):
+            shard.lerp_(new, 1 - decay)

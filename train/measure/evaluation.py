@@ -150,7 +150,7 @@ def _decode_all(
     settings: Sequence[RowSettings] | None = None,
 ) -> tuple[list[list[int]], Counts, list[Verification]]:
     # Prompts of similar length come together: less padding.
-    order = ranks.share(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
+    order = ranks.own(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
     ended = itertools.count(1)
     report("acceptance", 0, len(order))
     # The turns of one chat come one after the other, so a turn reuses the turns before it.

@@ -31,7 +31,7 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def share(self, items: Sequence[T]) -> Sequence[T]:
+    def own(self, items: Sequence[T]) -> Sequence[T]:
         """The items of this process."""
         return items[self.rank :: self.world]
 

@@ -122,7 +122,7 @@ def measure_acceptance(
 
 def batches_of(prompts: int, size: int, ranks: Ranks) -> list[Sequence[int]]:
     """The numbers of the prompts that this process decodes, in batches."""
-    rows = ranks.share(range(prompts))
+    rows = ranks.own(range(prompts))
     return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
 
 

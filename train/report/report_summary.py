@@ -212,7 +212,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"γ {_setting(report, 'gamma', draft_length)}; {_setting(report, 'sampling', _sampling)}; "
         f"rule {_setting(report, 'rule', rule_name)}" + _shapes(report),
         f"{_setting(report, 'prompts')} prompts for acceptance, "
-        f"{_setting(report, 'timed_prompts', form='{} of them timed' + _batches(report))}; "
+        f"{_setting(report, 'timed_prompts', template='{} of them timed' + _batches(report))}; "
         f"{_intervals(report)}"
         f"{_speedup_basis(report)}",
         f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
@@ -358,10 +358,10 @@ def _setting(
     report: dict[str, Any],
     key: str,
     describe: Callable[[dict[str, Any]], str] | None = None,
-    form: str = "{}",
+    template: str = "{}",
 ) -> str:
     """Return the setting of most rows, and the rows with another value: '4, but 8 for ngram'.
-    form: the form of the first part."""
+    template: of the first part."""
     evaluations = [row["evaluation"] for row in report["rows"]]
     values = [describe(e) if describe else str(e.get(key, MISSING)) for e in evaluations]
     usual = max(reversed(values), key=values.count)
@@ -369,7 +369,7 @@ def _setting(
     for label, value in zip(row_labels(report), values, strict=True):
         rows.setdefault(value, []).append(without_gamma(label))
     others = [f"{value} for {', '.join(rows[value])}" for value in rows if value != usual]
-    return ", but ".join([form.format(usual), *([", ".join(others)] if others else [])])
+    return ", but ".join([template.format(usual), *([", ".join(others)] if others else [])])
 
 
 def _shapes(report: dict[str, Any]) -> str:
@@ -423,6 +423,8 @@ def _figures(rows: list[Row], key: str) -> list[Any]:
     return [row["evaluation"][key] for row in rows if row["evaluation"].get(key) is not None]
 
 
-def _range(values: list[float], form: str = "") -> str:
-    low, high = (form.format(v) if form else format_share(v) for v in (min(values), max(values)))
+def _range(values: list[float], template: str = "") -> str:
+    low, high = (
+        template.format(v) if template else format_share(v) for v in (min(values), max(values))
+    )
     return low if low == high else f"{low} to {high}"

@@ -101,7 +101,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             kept = list[Path]()
             for name in self.config.text_stages:
                 parts = parts_of(self.earlier[name] / STATES)
-                check_parts(ranks.share(parts))
+                check_parts(ranks.own(parts))
                 kept += filter(fits, parts)
             return kept
 

@@ -223,7 +223,7 @@ class GenerateStage(Stage[GenerateConfig]):
         wanted = self._wanted(examples, ranks)
         missing = ranks.main_only(wanted.missing)
         # Those of an earlier start; the writer hashes each of the others.
-        ranks.together(lambda: check_parts(ranks.share(parts_of(states))))
+        ranks.together(lambda: check_parts(ranks.own(parts_of(states))))
         if missing is None:
             return 0
         total = len(wanted.keys)
@@ -238,11 +238,11 @@ class GenerateStage(Stage[GenerateConfig]):
             self._one_more = lambda note="": bar.update(min(next(done), total), note)
             self._one_more()
             if config.server:
-                generated, left_out = self._ask_server(wanted, ranks.share(missing))
+                generated, left_out = self._ask_server(wanted, ranks.own(missing))
             else:
                 grammars, begin = row_grammars(examples, self.target), time.perf_counter()
                 size = config.part_prompts
-                for first in ranks.share(range(0, len(missing), size)):
+                for first in ranks.own(range(0, len(missing), size)):
                     numbers = missing[first : first + size]
                     generated += self._answer_some(wanted, numbers, grammars)
                 self._work.seconds = time.perf_counter() - begin
@@ -263,8 +263,8 @@ class GenerateStage(Stage[GenerateConfig]):
             prompts = self.corpus.each_prompt(mine)
             return list(map(prompt_key, prompts, values(mine, "schema")))
 
-        shares = ranks.gather(ranks.together(prompt_keys))
-        prompts = (shares[row % ranks.world][row // ranks.world] for row in range(len(examples)))
+        by_rank = ranks.gather(ranks.together(prompt_keys))
+        prompts = (by_rank[row % ranks.world][row // ranks.world] for row in range(len(examples)))
         names = {"sampling", "max_new_tokens", "num_beams", "seed"}
         made_by = self.config.model_dump(mode="json", include=names)
         samples = self.config.samples

@@ -37,7 +37,6 @@ from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.loop import parallel
-from train.loop.backbone import Backbone, FrozenBackbone, StateSource
 from train.loop.dev_slice import DevJudging, DevSlice, require_dev_text
 from train.loop.estimates import (
     planned_tokens,
@@ -47,8 +46,9 @@ from train.loop.estimates import (
 )
 from train.loop.head_start import check_start_directory, start_directory
 from train.loop.head_tree import calibrated_tree, require_tree
+from train.loop.heads_target import FrozenHeadsTarget, HeadsTarget, StateSource
 from train.loop.meters.stage_flops import heads_flops
-from train.loop.trained_backbone import TrainedBackbone
+from train.loop.trained_heads_target import TrainedHeadsTarget
 from train.loop.trained_target import held_out_samples, trained_parameters
 from train.loop.trainer import Trainer, TrainingClock
 from train.loop.training_task import TrainingTask
@@ -160,11 +160,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         clock = TrainingClock(self.accelerator.device)
         training = self._prepare(heads)
         with ExitStack() as stack:  # a server is up as long as the training needs it
-            backbone = self._backbone(samples, clock, stack)
-            module = backbone.join(training, chunk=self.config.chunk_tokens)
+            heads_target = self._heads_target(samples, clock, stack)
+            module = heads_target.join(training, chunk=self.config.chunk_tokens)
             parallel.place(self.accelerator, module)
-            dev = self._dev_slice(module, trained, backbone)
-            trainer = self._trainer(module, trained, backbone, samples, dev, clock)
+            dev = self._dev_slice(module, trained, heads_target)
+            trainer = self._trainer(module, trained, heads_target, samples, dev, clock)
             # Before the training: whatever may go wrong here must not cost trained heads.
             guessed = Ranks.of(self.accelerator).main_only(lambda: self._bigrams(samples, dev))
             progress = trainer.fit()
@@ -174,7 +174,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         vocabulary = heads.vocabulary
         summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary)}
         provenance = self.provenance(progress) | {"start": start}
-        summary |= self._save(trained, backbone, weights, provenance)
+        summary |= self._save(trained, heads_target, weights, provenance)
         summary |= coverage | guessed
         self.accelerator.free_memory()
         new_target = None if self.config.backbone is None else self.directory / "target"
@@ -238,21 +238,25 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             smoothing=self.config.place_smoothing,
         )
 
-    def _backbone(self, samples: StoredSamples, clock: TrainingClock, stack: ExitStack) -> Backbone:
+    def _heads_target(
+        self, samples: StoredSamples, clock: TrainingClock, stack: ExitStack
+    ) -> HeadsTarget:
         config, target = self.config, self.target
         if config.backbone is not None:
-            return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
+            return TrainedHeadsTarget(
+                config.backbone, target, self.corpus, clock, stage=config.name
+            )
 
         def features(captured_layers: Sequence[int]) -> StateSource:
             return open_source(self, self.config, samples, captured_layers, clock, stack)
 
-        return FrozenBackbone(target, features)
+        return FrozenHeadsTarget(target, features)
 
     def _trainer(
         self,
         module: HeadTraining | JointTraining,
         trained: Trainable,
-        backbone: Backbone,
+        heads_target: HeadsTarget,
         samples: StoredSamples,
         dev: DevSlice | None,
         clock: TrainingClock,
@@ -264,19 +268,19 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         task = TrainingTask(
             config.name,
             module,
-            backbone.step_of(heads),
+            heads_target.step_of(heads),
             module.sums,
             FixedText(samples),
             self.target.tokenizer.pad_token_id or 0,
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
             figures=module.figures,
-            look_ahead=backbone.look_ahead,
+            look_ahead=heads_target.look_ahead,
             deciding="tokens_per_step",
             flops=self._flops(heads, runs_target=config.features == "live"),
         )
         trainer = self.make_trainer(task, config.loop, optimizer, clock)
-        backbone.trainer = trainer
+        heads_target.trainer = trainer
         return trainer
 
     def _flops(self, heads: Heads, *, runs_target: bool) -> TextFlops | None:
@@ -292,7 +296,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         )
 
     def _dev_slice(
-        self, module: HeadTraining | JointTraining, trained: Trainable, backbone: Backbone
+        self, module: HeadTraining | JointTraining, trained: Trainable, heads_target: HeadsTarget
     ) -> DevSlice | None:
         config = self.config
         if config.dev is None:
@@ -301,11 +305,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         names = module.sums
 
         def sums(prepared: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
-            return backbone.forward(prepared, batch, ids, losses, 1.0, dev=True)[1]
+            return heads_target.forward(prepared, batch, ids, losses, 1.0, dev=True)[1]
 
         def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
-            heads, _ = trained.merged_model(backbone.heads_weights(weights))
-            target = backbone.target_with(weights)
+            heads, _ = trained.merged_model(heads_target.heads_weights(weights))
+            target = heads_target.target_with(weights)
             return target, self._drafter(target, heads)
 
         def figures(sums: Tensor) -> dict[str, float]:
@@ -319,7 +323,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def _save(
         self,
         trained: Trainable,
-        backbone: Backbone,
+        heads_target: HeadsTarget,
         weights: Mapping[str, Tensor],
         provenance: dict[str, Any],
     ) -> dict[str, Any]:
@@ -332,12 +336,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if self.config.backbone is not None:
             ranks = replace(ranks, world=1)  # only the main process has the new target
         if ranks.rank < ranks.world:
-            own = backbone.heads_weights(weights)
+            own = heads_target.heads_weights(weights)
             # Adapters that are kept apart are read from the weights, which a merge changes.
             full_heads, _ = trained.merged_model({name: x.clone() for name, x in own.items()})
         if self.accelerator.is_main_process:
-            if isinstance(backbone, TrainedBackbone):
-                target, drift = backbone.save(weights, self.directory / "target")
+            if isinstance(heads_target, TrainedHeadsTarget):
+                target, drift = heads_target.save(weights, self.directory / "target")
                 self.reporter.say(drift.in_words(self.directory / "target"))
             provenance |= {
                 "drift": drift and drift.to_dict(),

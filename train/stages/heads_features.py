@@ -14,8 +14,8 @@ from train.base.stage import StageMemory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
 from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_disk_room
-from train.loop.backbone import StateSource
-from train.loop.estimates import batch_share
+from train.loop.estimates import tokens_per_rank
+from train.loop.heads_target import StateSource
 from train.loop.open_caches import open_features
 from train.loop.trainer import TrainingClock
 from train.settings.heads_config import HeadsConfig
@@ -50,7 +50,7 @@ def planned_source(
     longest = min(config.max_length, target.max_positions - 1)
     largest = file_bytes(bytes_per_token(target, engine_ids(target, layers)), longest)
     require_disk_room(largest, longest, server.max_bytes, processes)
-    batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    batch = tokens_per_rank(config.loop.tokens_per_batch, config.max_length, processes)
     held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
     what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
     return StageMemory(states=held), server.max_bytes if server.launch else 0, what

@@ -21,12 +21,12 @@ from train.data.training_text import FixedText
 from train.loop import parallel
 from train.loop.estimates import (
     activation_bytes,
-    batch_share,
     forward_bytes,
     model_loss_bytes,
     optimizer_bytes,
     planned_tokens,
     time_limit,
+    tokens_per_rank,
     training_disk_bytes,
 )
 from train.loop.trained_target import TrainedTarget, held_out_samples, trained_parameters
@@ -53,7 +53,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         trained = trained_parameters(config, self.target)
         parameters = model.num_parameters()
         loop, ema = config.loop, config.optimizer.ema is not None
-        batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
+        batch = tokens_per_rank(loop.tokens_per_batch, config.max_length, self.processes)
         memory = StageMemory(
             target=self.target_bytes,
             # The float32 copy, and the complete one that becomes the new target.

@@ -169,7 +169,7 @@ class CacheStage(TextStage[K]):
         )
         begin, scored = time.perf_counter(), 0
         # Each rank hashes a share of the parts of an earlier start.
-        ranks.together(lambda: check_parts(ranks.share(parts_of(self.directory))))
+        ranks.together(lambda: check_parts(ranks.own(parts_of(self.directory))))
         ranks.main_only(lambda: take_parts(self.directory, kept, samples.texts(0, len(samples))))
         parts = parts_of(self.directory)
         missing = lacking(parts, samples.texts(0, len(samples)))

@@ -7,13 +7,13 @@ from heads.heads_module import Heads
 from train.base.stage import StageMemory
 from train.loop.estimates import (
     activation_bytes,
-    batch_share,
     heads_bytes,
     loss_bytes,
     mask_bytes,
     model_loss_bytes,
     optimizer_bytes,
     source_memory,
+    tokens_per_rank,
 )
 from train.loop.trained_target import trained_parameters
 from train.settings.distill_config import DistillConfig
@@ -36,7 +36,7 @@ def heads_memory(
     parameters: all of the heads' weights, with an adapter's. trained: those that are trained.
     itemsize: the itemsize of the matrix products' precision.
     """
-    batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    batch = tokens_per_rank(config.loop.tokens_per_batch, config.max_length, processes)
     recompute = config.gradient_checkpointing
     memory = StageMemory(
         target=target_bytes,
@@ -89,7 +89,7 @@ def distill_memory(
     parameters: all of the student's weights, with an adapter's. trained: those that are trained.
     itemsize: the itemsize of the matrix products' precision.
     """
-    batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    batch = tokens_per_rank(config.loop.tokens_per_batch, config.max_length, processes)
     model, target = student.model, student.target
     tokens = int(batch * student.tokens_per_text_token)
     layers = model.config.get_text_config().num_hidden_layers

@@ -108,7 +108,7 @@ class FewRowsLayer(PackedLayer):
         norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
         weights = [None if norm is None else norm.weight.detach() for norm in norms]
         tensors = [*weights, bias, *(x.data for x in blocks)]
-        self._kept = tensors  # their memory lives as long as the addresses
+        self._alive = tensors  # their memory lives as long as the addresses
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         head = parts.query_norm
         hidden, every = len(parts.mlp_in.weight), parts.query_heads + 2 * parts.key_heads
@@ -199,7 +199,7 @@ class FewRowsPass:
         address, step = self._scratch.data_ptr(), rows * states.itemsize
         self._places = [address + step * x for x in begins]
         self._passes: dict[Any, _Pass] = {}
-        self._kept: list[Any] = []  # their memory lives as long as the addresses
+        self._alive: list[Any] = []  # their memory lives as long as the addresses
 
     @staticmethod
     def fits(
@@ -380,35 +380,35 @@ class FewRowsPass:
             gated=gated,
             between=between,
         )
-        self._kept += cos, sin, turns, fed.starts
+        self._alive += cos, sin, turns, fed.starts
         if real is not None:
             counts = np.ascontiguousarray(real.counts, dtype=np.int64)
             made.counts = torch.from_numpy(counts).data_ptr()
-            self._kept.append(counts)
+            self._alive.append(counts)
         if mask is not None:
             row, _, made.mask_column, together = mask.stride()
             if together != 1:
                 mask = mask.contiguous()
                 row, _, made.mask_column, _ = mask.stride()
             made.mask, made.mask_row = mask.data_ptr(), row if mask.shape[0] > 1 else 0
-            self._kept.append(mask)
+            self._alive.append(mask)
         if isinstance(fed.read, slice):
             made.begin_read = fed.read.start
         else:
             read = fed.read.contiguous()
             made.read_text = read.stride(0)
             made.read = read.data_ptr() - made.text * read.stride(0) * read.itemsize
-            self._kept.append(read)
+            self._alive.append(read)
         chunks = -(-(made.begin_read % CHUNK + made.slots) // CHUNK)
         if chunks > 1:
             of_row = layer.parts.query_heads * chunks * (layer.parts.head_size + 2)
             parts = torch.empty(tokens * of_row, dtype=torch.float32)
             made.parts = parts.data_ptr()
-            self._kept.append(parts)
+            self._alive.append(parts)
         made.address = ctypes.addressof(made)
         found = few_rows.library(self._states.dtype)
         assert found is not None
         memory = torch.empty(tokens * (TOKEN + 1 + most) + 1, dtype=torch.int64)
-        self._kept.append(memory)
+        self._alive.append(memory)
         found.look_up(made.address, memory.data_ptr())
         return made

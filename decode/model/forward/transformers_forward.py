@@ -140,12 +140,12 @@ class TransformersForward(nn.Module):
         if recurrent:
             # Without a mask, transformers' eager attention is not causal.
             eager = self.model.config._attn_implementation not in (ATTENTION, "sdpa")
-            form = {
+            by_kind = {
                 kind: self._form(mask, ids) if eager or mask.visible is not None else None
                 for kind, mask in zip(kinds, masks, strict=True)
                 if kind not in recurrent
             }
-            return form | dict.fromkeys(recurrent)
+            return by_kind | dict.fromkeys(recurrent)
         if all(mask.visible is None for mask in masks):
             return None
         different = {id(mask.visible): self._form(mask, ids) for mask in masks}

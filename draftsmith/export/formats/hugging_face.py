@@ -59,7 +59,7 @@ class HuggingFace(Format):
         for_older_readers(directory, dtype)
         return {
             "dtype": dtype,
-            "kept": source.kept,
+            "kept": source.reduced_to,
             "filled_from": source.filled_from,
             "parameters": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
             "size": f"{config.model_type}, {config.num_hidden_layers} layers",

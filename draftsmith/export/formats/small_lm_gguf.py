@@ -94,7 +94,7 @@ class GGUF(GGUFLayout):
         write_gguf(directory / FILE, architecture, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
-            "kept": source.kept,
+            "kept": source.reduced_to,
             "filled_from": source.filled_from,
             "parameters": sum(tensor.numel() for tensor in tensors.values()),
             **facts,

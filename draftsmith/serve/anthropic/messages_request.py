@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 
 from decode.text import Prompt
-from draftsmith.serve.openai.contract import Contract, RequestPart, unfit, validated
 from draftsmith.serve.openai.fields import REFUSED, ignored_by, unsupported
 from draftsmith.serve.openai.formats import AskedGrammar
+from draftsmith.serve.openai.known_fields import KnownFields, RequestPart, unfit, validated
 from draftsmith.serve.openai.messages import read_stops, read_text
 from draftsmith.serve.openai.text_request import FUNCTIONS, TEXTS, Tooled
 from draftsmith.serve.openai.tools import read_tools
@@ -49,12 +49,12 @@ class ToolChoice(RequestPart):
     disable_parallel_tool_use: bool = False
 
 
-TEXT = Contract(TextBlock, {**_CACHE, "citations": "comes back from earlier answers"})
-USE = Contract(
+TEXT = KnownFields(TextBlock, {**_CACHE, "citations": "comes back from earlier answers"})
+USE = KnownFields(
     UseBlock, {**_CACHE, **dict.fromkeys(("caller", "toolset_name"), "comes back from answers")}
 )
-RESULT = Contract(ResultBlock, {**_CACHE, "toolset_name": "comes back from answers"})
-TOOL = Contract(
+RESULT = KnownFields(ResultBlock, {**_CACHE, "toolset_name": "comes back from answers"})
+TOOL = KnownFields(
     FunctionTool,
     {
         **_CACHE,
@@ -64,7 +64,7 @@ TOOL = Contract(
     },
     {"all tools are in the prompt, for the model alone": TOLD_OF_ALL},
 )
-CHOSEN = Contract(ToolChoice)
+CHOSEN = KnownFields(ToolChoice)
 
 
 def read_turns(value: Any) -> list[dict[str, Any]]:
@@ -241,5 +241,5 @@ _IGNORED = ignored_by(MessagesRequest) | {
 }
 _ONE_CLASS = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 _REFUSED = {"there is one class of requests": _ONE_CLASS} | REFUSED
-MESSAGES = Contract(MessagesRequest, _IGNORED, _REFUSED)
-COUNT = Contract(CountRequest, _IGNORED, _REFUSED)
+MESSAGES = KnownFields(MessagesRequest, _IGNORED, _REFUSED)
+COUNT = KnownFields(CountRequest, _IGNORED, _REFUSED)

@@ -1,1 +1,1 @@
-"""OpenAI's contract: the fields of requests, the reading of bodies, and the shape of answers."""
+"""OpenAI's protocol: the fields of requests, the reading of bodies, and the shape of answers."""

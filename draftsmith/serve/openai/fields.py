@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from draftsmith.net.api_error import ApiError
-from draftsmith.serve.openai.contract import Refused, shown
+from draftsmith.serve.openai.known_fields import Refused, shown
 
 _LABEL = "labels the request for its sender"
 _CACHE = "the prefix cache needs no advice"

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, WithJsonSchema
 
 from draftsmith.net.api_error import ApiError
-from draftsmith.serve.openai.contract import Contract, RequestPart, missing, unfit, validated
 from draftsmith.serve.openai.fields import (
     MESSAGE_IGNORED,
     MESSAGE_REFUSED,
     PART_IGNORED,
     unsupported,
 )
+from draftsmith.serve.openai.known_fields import KnownFields, RequestPart, missing, unfit, validated
 
 LONGEST_STOP = 256  # characters
 MOST_STOPS = 32
@@ -45,9 +45,9 @@ class TextPart(RequestPart):
     text: str
 
 
-MESSAGE = Contract(Message, MESSAGE_IGNORED, MESSAGE_REFUSED)
-TOOL_MESSAGE = Contract(ToolMessage, MESSAGE_IGNORED, MESSAGE_REFUSED)
-PART = Contract(TextPart, PART_IGNORED)
+MESSAGE = KnownFields(Message, MESSAGE_IGNORED, MESSAGE_REFUSED)
+TOOL_MESSAGE = KnownFields(ToolMessage, MESSAGE_IGNORED, MESSAGE_REFUSED)
+PART = KnownFields(TextPart, PART_IGNORED)
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
@@ -92,7 +92,7 @@ def _message(value: Any, path: str) -> dict[str, str]:
     """A message for a chat template."""
     if isinstance(value, dict) and value.get("role") in ("tool", "function"):
         raise unsupported(value["role"], f"{path}.role")
-    values = MESSAGE.kept(value, path)
+    values = MESSAGE.served_fields(value, path)
     empty = values.get("role") == "assistant" and value.get("content") is None
     if "content" not in values and not empty:
         raise missing(f"{path}.content")
@@ -105,8 +105,8 @@ def _message(value: Any, path: str) -> dict[str, str]:
     return {"role": role, "content": content, **thought}
 
 
-def read_text(value: Any, path: str, part: Contract = PART, parts: str = "parts") -> str:
-    """A text, given as text or in parts of text. part: the contract of one. parts: their name."""
+def read_text(value: Any, path: str, part: KnownFields = PART, parts: str = "parts") -> str:
+    """A text, given as text or in parts of text. part: the fields of one. parts: their name."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -17,7 +17,6 @@ from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
 from draftsmith.net.api_error import ApiError
-from draftsmith.serve.openai.contract import Contract, RequestPart
 from draftsmith.serve.openai.fields import IGNORED, REFUSED, ignored_by
 from draftsmith.serve.openai.formats import (
     ANY_TEXT,
@@ -25,6 +24,7 @@ from draftsmith.serve.openai.formats import (
     TextFormat,
     read_text_format,
 )
+from draftsmith.serve.openai.known_fields import KnownFields, RequestPart
 from draftsmith.serve.openai.messages import (
     read_items,
     read_messages,
@@ -273,13 +273,13 @@ class AdapterLoad(AdapterUnload):
     )
 
 
-CHAT = Contract(
+CHAT = KnownFields(
     ChatRequest,
     ignored_by(ChatRequest),
     REFUSED,
 )
-COMPLETION = Contract(CompletionRequest, IGNORED, REFUSED)
-RESPONSES = Contract(
+COMPLETION = KnownFields(CompletionRequest, IGNORED, REFUSED)
+RESPONSES = KnownFields(
     ResponsesRequest,
     ignored_by(ResponsesRequest),
     REFUSED
@@ -290,9 +290,9 @@ RESPONSES = Contract(
         "token ids are given by /v1/completions and chat only": {"return_token_ids": (False,)},
     },
 )
-SETTINGS = Contract(SettingsChange)
+SETTINGS = KnownFields(SettingsChange)
 _NUMBERED = {"lora_int_id": "adapters have names only"}
-ADAPTER_LOAD = Contract(
+ADAPTER_LOAD = KnownFields(
     AdapterLoad, _NUMBERED, {"an adapter is dropped first": {"load_inplace": (False,)}}
 )
-ADAPTER_UNLOAD = Contract(AdapterUnload, _NUMBERED)
+ADAPTER_UNLOAD = KnownFields(AdapterUnload, _NUMBERED)

@@ -16,8 +16,8 @@ from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
 from draftsmith.net.api_error import ApiError
 from draftsmith.serve.batching.requests import Job
-from draftsmith.serve.openai.contract import Contract, parse, shown
 from draftsmith.serve.openai.formats import AskedGrammar
+from draftsmith.serve.openai.known_fields import KnownFields, parse, shown
 from draftsmith.serve.openai.text_request import TextRequest, Tooled
 from draftsmith.serve.openai.tools import Calls, require_tools
 
@@ -131,16 +131,18 @@ class BodyReader:
         self._longest = longest_token(tokenizer)
         self._one = asyncio.Semaphore(1)
 
-    async def read(self, contract: Contract, body: bytes) -> ReadRequest:
+    async def read(self, known: KnownFields, body: bytes) -> ReadRequest:
         """Raises ApiError for a request that cannot be answered."""
         if len(body) <= SHORT:
-            read = self._read(contract, body, self._tokenizer)
+            read = self._read(known, body, self._tokenizer)
         else:
-            read = await self._beside(lambda: self._read(contract, body, self._of_thread))
-        form = read.asked.grammar if read.calls is None else read.calls.forced or read.asked.grammar
-        if form is None:
+            read = await self._beside(lambda: self._read(known, body, self._of_thread))
+        forced = (
+            read.asked.grammar if read.calls is None else read.calls.forced or read.asked.grammar
+        )
+        if forced is None:
             return read
-        grammar = await self._beside(lambda: self._compiled(form))
+        grammar = await self._beside(lambda: self._compiled(forced))
         sampling = replace(read.job.sampling, grammar=grammar)
         return replace(read, job=replace(read.job, sampling=sampling))
 
@@ -153,8 +155,8 @@ class BodyReader:
         finally:
             self.waiting -= 1
 
-    def _compiled(self, form: AskedGrammar) -> Grammar:
-        field, kind, given = form
+    def _compiled(self, forced: AskedGrammar) -> Grammar:
+        field, kind, given = forced
         try:
             if self._grammars is None:
                 size = self.limits.vocabulary
@@ -165,9 +167,9 @@ class BodyReader:
             raise refused(error, field) from None
 
     def _read(
-        self, contract: Contract, body: bytes, tokenizer: PreTrainedTokenizerBase
+        self, known: KnownFields, body: bytes, tokenizer: PreTrainedTokenizerBase
     ) -> ReadRequest:
-        asked: TextRequest = parse(contract, body)
+        asked: TextRequest = parse(known, body)
         prompts = asked.prompts()
         sampling = self.limits.sampling_of(asked)
         self.limits.require(asked, len(prompts))

@@ -17,13 +17,13 @@ from pydantic import (
 from decode.draw.sampling import Sampling
 from decode.text import Prompt
 from draftsmith.net.api_error import ApiError
-from draftsmith.serve.openai.contract import Contract, RequestPart, shown, validated
 from draftsmith.serve.openai.formats import (
     METHODS,
     AskedGrammar,
     read_response_format,
     read_structured_outputs,
 )
+from draftsmith.serve.openai.known_fields import KnownFields, RequestPart, shown, validated
 from draftsmith.serve.openai.messages import (
     LONGEST_STOP,
     MOST_STOPS,
@@ -58,18 +58,18 @@ class Reasoning(RequestPart):
     effort: str | None = Field(None, description="a variable of the chat template")
 
 
-STREAM_OPTIONS = Contract(
+STREAM_OPTIONS = KnownFields(
     StreamOptions, {"include_obfuscation": "the sizes of chunks are not hidden"}
 )
-OUR_OPTIONS = Contract(OurOptions)
-REASONING = Contract(
+OUR_OPTIONS = KnownFields(OurOptions)
+REASONING = KnownFields(
     Reasoning, dict.fromkeys(("summary", "generate_summary"), "reasoning is not summarised")
 )
 
 
-def an_object(contract: Contract, path: str) -> Any:
-    """A validator of a field that is an object with a contract of its own."""
-    return PlainValidator(lambda value: validated(contract, value, path))
+def an_object(known: KnownFields, path: str) -> Any:
+    """A validator of a field that is an object with fields of its own."""
+    return PlainValidator(lambda value: validated(known, value, path))
 
 
 def _few(value: Any) -> Any:

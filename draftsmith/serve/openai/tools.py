@@ -31,8 +31,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import begun, decode, special_ids
 from draftsmith.net.api_error import ApiError
-from draftsmith.serve.openai.contract import unfit
 from draftsmith.serve.openai.formats import AskedGrammar
+from draftsmith.serve.openai.known_fields import unfit
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MOST_TOOLS = 128

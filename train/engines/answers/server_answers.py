@@ -29,7 +29,8 @@ from train.engines.states.open_states import MODULES, shared_files
 from train.measure.ranks import Ranks
 from train.settings.server_config import ServerConfig
 
-Kept = tuple[list[int], dict[int, Tensor]]  # tokens that were read, and [n, H] by captured layer
+# The tokens that were read, and [n, H] by captured layer.
+ReadText = tuple[list[int], dict[int, Tensor]]
 
 
 def ask_missing(
@@ -43,7 +44,7 @@ def ask_missing(
     together: int,
     ranks: Ranks,
     layers: Sequence[int],
-    on_states: Callable[[Mapping[int, list[int]], Mapping[int, Kept]], None],
+    on_states: Callable[[Mapping[int, list[int]], Mapping[int, ReadText]], None],
     on_answer: Callable[[str], None],
     say: Callable[[str], None],
 ) -> tuple[int, Counter[str]]:

@@ -116,7 +116,9 @@ class StatesReader:
 class StatesClient(ServerClient):
     """One server. requester: is a part of the names of its files. in_flight: its requests."""
 
-    kept = "The newest checkpoint is kept: when the server is up, the same command goes on from it"
+    when_lost = (
+        "The newest checkpoint is kept: when the server is up, the same command goes on from it"
+    )
 
     def __init__(
         self, url: str, config: StatesServer, reader: StatesReader, directory: Path, requester: str
@@ -154,7 +156,7 @@ class StatesClient(ServerClient):
     def _not_written(self, path: Path) -> ServerLost:
         return ServerLost(
             f"{self.url} did not complete {path.name} in {self._seconds:g} s "
-            f"(server.timeout_seconds). {self.kept}"
+            f"(server.timeout_seconds). {self.when_lost}"
         )
 
     def _unfinished(self) -> list[Path]:

@@ -10,7 +10,7 @@ from heads.head_training import HeadTraining
 from heads.joint_training import JointTraining
 from train.data.batches import Inputs
 from train.data.corpus import Corpus
-from train.loop.backbone import Backbone
+from train.loop.heads_target import HeadsTarget
 from train.loop.trained_target import TrainedTarget
 from train.loop.trainer import TrainingClock
 from train.settings.training import (
@@ -19,7 +19,7 @@ from train.settings.training import (
 )
 
 
-class TrainedBackbone(TrainedTarget, Backbone):
+class TrainedHeadsTarget(TrainedTarget, HeadsTarget):
     """A trainable copy of the run's target under its heads."""
 
     weights_prefix = "heads.heads."

@@ -9,7 +9,7 @@ from typing import Any
 
 from decode.model.loading import target_gguf
 from draftsmith.export.compare_acceptance import Counting
-from draftsmith.export.engines import ENGINES, Engine, EngineTask, started
+from draftsmith.export.engine_kinds import ENGINES, Engine, EngineTask, started
 from draftsmith.export.formats import layout_of
 from draftsmith.export.formats.gguf_layout import open_gguf
 from train.engines.child_process import environment_of

@@ -1,5 +1,5 @@
 """The target under the heads of a `heads` stage: what both kinds share, and the frozen one, which
-gives its hidden states. `train.loop.trained_backbone` trains the target too."""
+gives its hidden states. `train.loop.trained_heads_target` trains the target too."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from train.loop.training_task import LookAhead, Step
 StateSource = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
 
 
-class Backbone(ABC):
+class HeadsTarget(ABC):
     """The target under the heads in their training: its hidden states, and the module to train.
 
     weights_prefix: the prefix of the heads' weights in that module. trainer: runs the
@@ -85,7 +85,7 @@ class Backbone(ABC):
         return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
 
 
-class FrozenBackbone(Backbone):
+class FrozenHeadsTarget(HeadsTarget):
     """The run's target, unchanged. features: makes the source of its hidden states at some
     layers."""
 

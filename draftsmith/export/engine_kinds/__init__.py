@@ -101,4 +101,4 @@ def started(
 ENGINES: Registry[Engine] = Registry("engine")
 
 
-from draftsmith.export.engines import libraries, llama_server, vllm  # noqa: E402, F401
+from draftsmith.export.engine_kinds import libraries, llama_server, vllm  # noqa: E402, F401

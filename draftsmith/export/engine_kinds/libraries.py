@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from draftsmith.export.compare_acceptance import Counting
-from draftsmith.export.engines import ENGINES, Engine, EngineTask
+from draftsmith.export.engine_kinds import ENGINES, Engine, EngineTask
 from train.engines.child_process import model_directory, package_version, python_of, serving
 
 SERVER = Path(__file__).with_name("library_server.py")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.export.compare_acceptance import Counting
-from draftsmith.export.engines import ENGINES, Engine, EngineTask, started
+from draftsmith.export.engine_kinds import ENGINES, Engine, EngineTask, started
 from draftsmith.export.formats import layout_of
 from train.engines.programs import find_vllm
 
