@@ -56,7 +56,7 @@ def edit_manifest(directory: Path, edit: Callable[[dict[str, Any]], None]) -> No
     body = json.loads((directory / "manifest.json").read_text("utf-8"))
     del body["sha256"]
     edit(body)
-    body["sha256"] = artifact._body_sha256(body)
+    body["sha256"] = artifact.json_sha256(body)
     (directory / "manifest.json").write_text(json.dumps(body), "utf-8")
 
 

@@ -49,9 +49,9 @@ GREEDY = DecodeSettings(gamma=2)
 
 @contextmanager
 def learning(
-    target: Any, path: Path, settings: DecodeSettings = GREEDY, **options: Any
+    target: Any, path: Path, settings: DecodeSettings = GREEDY, idle: float = 0.0, **options: Any
 ) -> Iterator[Running]:
-    learn = LearnOptions(CONFIG, **({"idle_seconds": 0.0} | options))
+    learn = LearnOptions(CONFIG.model_copy(update={"idle_seconds": idle}), **options)
     student, drafter = open_learning_drafter(str(path), target, learn)
     more = {"student": student, "learning": learn}
     with serving(target, drafter, settings, drafter_name=str(path), options=more) as running:
@@ -184,7 +184,7 @@ def test_versions_arrive_in_the_midst_of_exact_texts(endless: Any, tmp_path: Pat
 
 
 def test_it_learns_only_when_idle(endless: Any, tmp_path: Path) -> None:
-    with learning(endless, save_small(tmp_path / "small"), idle_seconds=1e6) as running:
+    with learning(endless, save_small(tmp_path / "small"), idle=1e6) as running:
         ask(running, prompts(12), store=True)
         online = learner_of(running).online
         until(lambda: len(online.buffer) > 0)  # what has ended is moved to the bounded buffer
@@ -206,7 +206,7 @@ def test_a_service_goes_on_with_the_versions_of_an_earlier_one(
     newest = directory / "versions" / f"version-{version}"
     assert describe_drafter(newest)["provenance"]["round"]["version"] <= version
     open_drafter(str(newest), endless)
-    with learning(endless, path, directory=directory, idle_seconds=1e6) as running:
+    with learning(endless, path, directory=directory, idle=1e6) as running:
         again = learner_of(running).online
         assert (again.state(), len(again.buffer)) == (state, count)
         assert running.metrics()["draftsmith:drafter_version"] == version
@@ -218,7 +218,7 @@ def test_a_service_goes_on_with_the_versions_of_an_earlier_one(
 
 
 def test_texts_of_a_bent_distribution_are_left_out(tmp_path: Path) -> None:
-    with learning(tiny_target(), save_small(tmp_path / "small"), idle_seconds=1e6) as running:
+    with learning(tiny_target(), save_small(tmp_path / "small"), idle=1e6) as running:
         for setting, bent in {
             "grammar": {"guided_regex": "[ab]{9}"}, "presence_penalty": {"presence_penalty": 1.0},
             "logit_bias": {"logit_bias": {"7": 5}}, "ignore_eos": {"ignore_eos": True},

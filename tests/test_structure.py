@@ -42,7 +42,7 @@ def test_no_folder_has_a_name_that_tools_take_for_build_output() -> None:
 
 
 def test_few_files_have_the_name_of_another_one() -> None:
-    assert len(repeated_names()) <= 3
+    assert len(repeated_names()) <= 2
 
 
 # Each file that drafts node by node has its own subclass of `decode.shapes.Growth`.

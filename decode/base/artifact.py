@@ -205,14 +205,14 @@ def verify_directory(path: Path, *, deep: bool | Collection[str] = True) -> dict
 def manifest_sha256(path: Path) -> str:
     """The hash of the manifest of `path`: the same for two readers only if they see the same
     files. Raises as `verify_directory` does."""
-    return _body_sha256(_read_manifest(path))
+    return json_sha256(_read_manifest(path))
 
 
 def weights_sha256(path: Path) -> str:
     """A hash of the safetensors files of `path`, by what its manifest says of them. Raises as
     `verify_directory` does."""
     files = _read_manifest(path)["files"]
-    return _body_sha256({k: v["sha256"] for k, v in files.items() if k.endswith(".safetensors")})
+    return json_sha256({k: v["sha256"] for k, v in files.items() if k.endswith(".safetensors")})
 
 
 def file_sha256(file: Path) -> str:
@@ -377,7 +377,7 @@ def _seal(directory: Path, meta: dict[str, Any]) -> None:
         _sync(entry)
     # To JSON and back: the hash must be over the values that a reader sees (string keys, lists).
     body = json.loads(json.dumps({"format": FORMAT, "files": files, "meta": meta}))
-    text = json.dumps({**body, "sha256": _body_sha256(body)}, indent=1, sort_keys=True)
+    text = json.dumps({**body, "sha256": json_sha256(body)}, indent=1, sort_keys=True)
     _write_and_sync(directory / MANIFEST, text.encode())
     _sync(directory)
 
@@ -403,7 +403,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         version = body.get("format") if isinstance(body, dict) else None
         problem = f"has format {version!r}; this version of draftsmith reads {FORMAT}"
         raise CorruptArtifact(path, MANIFEST, problem)
-    if body.pop("sha256", None) != _body_sha256(body):
+    if body.pop("sha256", None) != json_sha256(body):
         raise CorruptArtifact(path, MANIFEST, "is damaged: it does not match its own hash")
     if not isinstance(body.get("files"), dict) or not isinstance(body.get("meta"), dict):
         raise CorruptArtifact(path, MANIFEST, "has no table of files or no meta")
@@ -433,8 +433,9 @@ def _problem_of(directory: Path, name: str, entry: object, deep: bool) -> str | 
     return None
 
 
-def _body_sha256(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def json_sha256(value: Any) -> str:
+    """The hash of a JSON value. The order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _write_and_sync(file: Path, data: bytes) -> None:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from decode.base.artifact import json_sha256
 from decode.base.errors import UserError
 from decode.model.pretrained import complete, require_present
 
@@ -219,20 +220,16 @@ def _some_numbers(weight: Tensor, count: int) -> Tensor:
 def _vocab_sha256(tokenizer: Any) -> str:
     # Ids are part of the hash because a vocabulary may have gaps. JSON keeps the strings separate.
     by_id = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items())
-    return _sha256_of_json(by_id)
+    return json_sha256(by_id)
 
 
 def _tokenizer_sha256(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         # A tokenizer in pure Python cannot be serialised, so its class name represents its rules.
-        return _sha256_of_json([type(tokenizer).__name__, _vocab_sha256(tokenizer)])
+        return json_sha256([type(tokenizer).__name__, _vocab_sha256(tokenizer)])
     description = json.loads(backend.to_str())
     # Padding and truncation are left out: they are settings of a call, stored in the same file.
-    return _sha256_of_json(
+    return json_sha256(
         {key: description[key] for key in ("model", "normalizer", "pre_tokenizer", "added_tokens")}
     )
-
-
-def _sha256_of_json(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

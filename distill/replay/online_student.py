@@ -113,7 +113,7 @@ class SmallLMStudent(OnlineStudent):
 
     vocabulary: the reduced draft vocabulary of its output layer. max_length: the max length of a
     text in tokens; None uses the model's limit. tokenizer: stored with the model; it also gives the
-    padding id. Without it, `pad_id` is used. tokens: as for `Distillation`; it must equal the
+    padding id, 0 without it. tokens: as for `Distillation`; it must equal the
     number of tokens in the records' distributions. Raises UserError for a model that
     `distill.teacher.linear_logits.linear_logits` refuses.
     """
@@ -128,7 +128,6 @@ class SmallLMStudent(OnlineStudent):
         *,
         max_length: int | None = None,
         tokenizer: Any = None,
-        pad_id: int = 0,
         tokens: int | None = None,
         chunk: int = 256,
     ) -> None:
@@ -136,7 +135,7 @@ class SmallLMStudent(OnlineStudent):
         self.vocabulary = vocabulary
         ids = None if vocabulary is None else vocabulary.ids.to(model.device)
         self.ids, self.tokenizer = ids, tokenizer
-        self.pad_id = pad_id if tokenizer is None else tokenizer.pad_token_id or 0
+        self.pad_id = 0 if tokenizer is None else tokenizer.pad_token_id or 0
         sizes: Any = {"chunk": chunk, "vocabulary": ids, "tokens": tokens}
         self.module = Distillation(model, weighted_loss, **sizes)
         rejections = WeightedLoss({"total_variation": 1.0})

@@ -56,14 +56,11 @@ class ExportVerification:
 
     @property
     def theirs(self) -> DraftCounts:
-        return self._counts("drafted", "accepted")
+        return _counts(self.findings, "drafted", "accepted")
 
     @property
     def ours(self) -> DraftCounts:
-        return self._counts("our_drafted", "our_accepted")
-
-    def _counts(self, *names: str) -> DraftCounts:
-        return _counts(self.findings, *names)
+        return _counts(self.findings, "our_drafted", "our_accepted")
 
     @property
     def failures(self) -> list[str]:

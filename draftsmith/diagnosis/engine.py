@@ -85,7 +85,6 @@ def measure_server(
     *,
     gamma: int,
     tokens: int,
-    seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> ServerMeasurement:
     """Ask for `tokens` tokens of each prompt, greedily, one request at a time. expected: the
@@ -109,7 +108,7 @@ def measure_server(
         return asked
 
     for number in range(len(prompts)):
-        asked = answer(number, seed)
+        asked = answer(number, 0)
         after = still_counters(url, key)
         counts = asked.counts if asked.counts.drafted else after.counts - before.counts
         # A pass yields one token more than it accepts, and the last one may reach past the text.
@@ -130,7 +129,7 @@ def measure_server(
             say(f"{number} of {len(prompts)} prompts asked")
     same = _are_same(texts, expected)
     other = [number for number, equal in enumerate(same) if not equal][:ASKED_AGAIN]
-    if _is_other(same) and any(answer(x, seed + 1).texts[0].tokens != texts[x] for x in other):
+    if _is_other(same) and any(answer(x, 1).texts[0].tokens != texts[x] for x in other):
         raise UserError(
             f"{url} samples by force: it answers one prompt with different texts at temperature 0. "
             "Expected greedy text; take out what sets its temperature"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from decode.base.errors import UserError
+from decode.base.errors import UserError, require_fits
 from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
@@ -49,9 +49,7 @@ class SessionBounds(BatchBounds):
     session_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise UserError(f"{name} is {value}; expected a number above 0")
+        require_fits(lambda value: value > 0, "a number above 0", **vars(self))
 
 
 @dataclass(eq=False)

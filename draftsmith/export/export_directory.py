@@ -88,10 +88,10 @@ def export_drafter(
     form: a format, or the name of an engine. A drafter that was trained together with its target is
     not exported without it (`ExportOptions.backbone`).
 
-    If the format does not carry a reduced draft vocabulary, it is filled up (`read_small_lm`) and
-    the export must be measured. Raises UserError if a measured export loses more draft efficiency
-    than LOSS_ALLOWED and the standard error of few prompts, if the drafter cannot be exported, and
-    for a target of another vocabulary.
+    If the format does not carry a reduced draft vocabulary, it is filled up
+    (`TrainedDrafter.small_lm`), and the export must be measured. Raises UserError if a measured
+    export loses more draft efficiency than LOSS_ALLOWED and the standard error of few prompts, if
+    the drafter cannot be exported, and for a target of another vocabulary.
     """
     out = vacant(out, "--out")
     if options.gamma is not None and options.gamma < 1:

@@ -1,6 +1,5 @@
 """What the run that trained a drafter says of it: its evaluation, and what it was trained on."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +30,7 @@ def training_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     run = _run_of(drafter.in_run or drafter.path)
     if run is None or not (run / "config.json").exists():
         return None
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-    starts = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
+    config, starts = (read_record(run / name) for name in ("config.json", "provenance.json"))
     names = (drafter.provenance.get("settings") or {}).get("text")
     stages = {stage["name"]: stage for stage in config["stages"]}
     sources = {split: _as_list(config["data"][split]) for split in ("train", "dev", "test")}
@@ -71,7 +69,7 @@ def _text_in_run(run: Path, stage: Mapping[str, Any]) -> dict[str, Any]:
     done = [file for file in files if _stage_name(file.parent) == stage["name"]]
     if stage.get("kind") != "generate" or not done:
         return {"name": stage["name"]}
-    summary = json.loads(done[0].read_text(encoding="utf-8"))["summary"]
+    summary = read_record(done[0])["summary"]
     return {
         "name": stage["name"],
         **{key: summary[key] for key in ("answers", "prompts", "tokens")},

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from decode.base.errors import UserError
+from decode.base.errors import require_fits
 
 # Connections beside those of `ServerLimits`, for `/health` alone, so that monitoring works on a
 # full server.
@@ -42,9 +42,7 @@ class ServerLimits:
     client_viewers: int = 16
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise UserError(f"{name} is {value}; expected a number above 0")
+        require_fits(lambda value: value > 0, "a number above 0", **vars(self))
 
     @property
     def client_frames(self) -> int:

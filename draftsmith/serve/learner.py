@@ -47,31 +47,28 @@ CHUNK = 256  # tokens whose logits are in memory at a time
 POLL_SECONDS = 0.2
 
 
-class _LearnArguments(OnlineConfig):
-    """What `LearnOptions.of` takes: the rounds and their data, and when and where a service
-    learns."""
+class ServiceLearnConfig(OnlineConfig):
+    """The rounds and their data, and when and where a service learns."""
 
     idle_seconds: float = Field(2.0, ge=0)
+    """A round begins after these seconds without a text; 0: at any time."""
     threads: int = Field(1, ge=1)
+    """Threads of the CPU, for learning."""
     device: str | None = None
+    """None: the target's."""
 
 
 @dataclass(frozen=True)
 class LearnOptions:
     """How a service learns.
 
-    config: the rounds and their data. source: the requests it learns from: those with
-    `store: true`, or all. directory: for versions and records, to continue after a restart; None:
-    in memory only. idle_seconds: a round begins after these seconds without a text; 0: at any
-    time. threads: the threads of the CPU, for learning. device: None: the target's.
+    source: the requests it learns from: those with `store: true`, or all. directory: for versions
+    and records, to continue after a restart; None: in memory only.
     """
 
-    config: OnlineConfig = field(default_factory=OnlineConfig)
+    config: ServiceLearnConfig = field(default_factory=ServiceLearnConfig)
     source: Literal["store", "all"] = "store"
     directory: Path | None = None
-    idle_seconds: float = 2.0
-    threads: int = 1
-    device: str | None = None
 
     @classmethod
     def of(
@@ -80,21 +77,20 @@ class LearnOptions:
         """From `option=value,…`. Raises UserError for an unknown option or a value that does not
         fit.
 
-        >>> LearnOptions.of("steps=8,threads=2").config.steps
-        8
+        >>> config = LearnOptions.of("steps=8,threads=2").config
+        >>> config.steps, config.threads
+        (8, 2)
         """
         try:
-            given = _LearnArguments.model_validate(Choice.of(f"learning:{options}").options)
+            config = ServiceLearnConfig.model_validate(Choice.of(f"learning:{options}").options)
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(key) for key in first["loc"])
             unknown = first["type"] == "extra_forbidden"
             message = "is no option of learning" if unknown else first["msg"]
-            hint = nearest(name, _LearnArguments.model_fields) if unknown else ""
+            hint = nearest(name, ServiceLearnConfig.model_fields) if unknown else ""
             raise UserError(f"{name or 'options'} of learning: {message}.{hint}") from None
-        own = {name: getattr(given, name) for name in ("idle_seconds", "threads", "device")}
-        config = OnlineConfig.model_validate(given.model_dump(exclude=set(own)))
-        return cls(config, source, directory, **own)
+        return cls(config, source, directory)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -144,11 +140,12 @@ def open_learning_drafter(
                     f"{options.directory} has versions of the drafter {began}, but this service "
                     f"begins with {start}; choose another directory for learning"
                 )
+    asked = options.config.device
     try:
-        device = torch.zeros(1, device=options.device or target.device).device
+        device = torch.zeros(1, device=asked or target.device).device
     # AssertionError: raised by a torch without support for that kind of device.
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"cannot learn on device {options.device!r}: {error}") from error
+        raise UserError(f"cannot learn on device {asked!r}: {error}") from error
     learning = Learning(
         device,
         WeightedLoss({"forward_kl": 1.0}),
@@ -272,7 +269,7 @@ class ServiceLearner:
     # --- the learning thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        torch.set_num_threads(self.options.threads)
+        torch.set_num_threads(self.options.config.threads)
         with suppress(AttributeError, OSError):  # where threads have no priority of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while not self._closing.wait(POLL_SECONDS):
@@ -289,7 +286,7 @@ class ServiceLearner:
         """One round, if it is time."""
         online = self.online
         online.gather(ended=True)
-        idle = self._batcher.idle_seconds >= self.options.idle_seconds
+        idle = self._batcher.idle_seconds >= self.options.config.idle_seconds
         if not (self.learning and idle and online.due()):
             return
         learnt = online.learn()
@@ -334,7 +331,9 @@ class ServiceLearner:
         progress, online = self._progress, self.online
         provenance: dict[str, Any] = {
             "start": str(from_home(self.name).resolve()),
-            "settings": self.options.config.model_dump(mode="json"),
+            "settings": self.options.config.model_dump(
+                mode="json", include={*OnlineConfig.model_fields}
+            ),
         }
         progress.version, progress.served = online.version, online.collector.requests
         self._versions.save_version(progress, online.student, online, provenance)

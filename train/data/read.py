@@ -79,7 +79,6 @@ class ReadReport:
     read: int = 0
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    files: list[str] = field(default_factory=list)
     # The first few bad rows in words, for the log of a run that skips them.
     problems: list[str] = field(default_factory=list)
 
@@ -331,7 +330,7 @@ def _read(
     names: list[str], sources: Sequence[RowSource], settings: ReadSettings, file: Path | None
 ) -> tuple[Examples, ReadReport]:
     limit, on_bad, max_bad_rate, reasoning = settings
-    report = ReadReport(files=names)
+    report = ReadReport()
     seen: dict[int, tuple[int, int]] = {}  # the number of the source of a key, and of its row
     with closing(_Writer(file)) as table:
         for origin, source in enumerate(sources):

@@ -37,7 +37,7 @@ from decode.model.without_weights import load_model_config
 from train.base.console import Reporter
 from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
-from train.base.run_files import TEXT, TEXTS, stage_directory
+from train.base.run_files import TEXT, TEXTS, read_record, stage_directory
 from train.base.shared_disk import require_shared
 from train.base.stage import StageInputs, StagePlan, StageResult, StageWork
 from train.base.time_left import TimeLeft
@@ -66,6 +66,7 @@ Splits = dict[str, Sequence[Example]]
 
 DONE = "done.json"  # of a finished stage
 CONFIG = "config.json"
+PROVENANCE = "provenance.json"
 DATA = "data"  # the directory of the rows that were read
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
@@ -370,17 +371,19 @@ class Run:
         write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
         resolved = dump_config(self.config)
         write_file(self.directory / CONFIG, json.dumps(resolved, indent=2))
-        provenance = self.directory / "provenance.json"
-        starts = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else []
-        start = describe_process()
+        starts, start = self._starts(), describe_process()
         if not starts:
             start["time"] = self._moment.astimezone().strftime(TIME)
-        write_file(provenance, json.dumps([*starts, start], indent=2))
+        write_file(self.directory / PROVENANCE, json.dumps([*starts, start], indent=2))
+
+    def _starts(self) -> list[dict[str, Any]]:
+        """What earlier starts noted of themselves."""
+        file = self.directory / PROVENANCE
+        return read_record(file) if file.exists() else []
 
     def _first_start(self) -> datetime:
-        """When this run was started first: `provenance.json` keeps it. Now, for a new run."""
-        provenance = self.directory / "provenance.json"
-        starts = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else []
+        """When this run was started first. Now, for a new run."""
+        starts = self._starts()
         return _without_zone(starts[0]["time"]) if starts else self._moment
 
     def read_data(self) -> Splits:
@@ -398,7 +401,7 @@ class Run:
             self.reporter.say(line)
 
     def _require_data_unchanged(self, now: dict[str, str]) -> None:
-        stored = json.loads((self.directory / "data.json").read_text(encoding="utf-8"))
+        stored = read_record(self.directory / "data.json")
         changed = [split for split in {**stored, **now} if stored.get(split) != now.get(split)]
         begun = [
             stage.name
@@ -514,7 +517,7 @@ class Run:
     def _drop_texts(self) -> None:
         """Delete the texts of other data or answers, unless this start asked for none at all."""
         records = self.directory.glob(f"stages/*/{TEXT}")
-        used = {json.loads(record.read_text("utf-8"))["text"] for record in records}
+        used = {read_record(record)["text"] for record in records}
         if asked := self._texts.names:
             for text in self.directory.glob(f"{TEXTS}/*"):
                 if text.name not in used | asked:

@@ -57,7 +57,6 @@ class LeanForward(PackedLayer):
         rotary: nn.Module,
         *,
         rotary_kinds: Sequence[str] = (),
-        scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
@@ -66,7 +65,7 @@ class LeanForward(PackedLayer):
         self._rotations, self._kinds = Rotations(rotary), [str(parts.kind) for parts in layers]
         self.output = output_product(output)
         self.refresh()
-        self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
+        self.rotary_kinds, self.softcap = tuple(rotary_kinds), softcap
 
     def refresh(self) -> None:
         # Each pass reads them, and a look-up among the parts of modules is slow.
@@ -103,7 +102,7 @@ class LeanForward(PackedLayer):
     def embed(self, ids: Tensor) -> Tensor:
         """[B, n, H]: the input of the first layer, for ids int64 [B, n]."""
         states: Tensor = self.embedding(ids)
-        return states if self.scale == 1.0 else states * self.scale
+        return states
 
     def rotations(self, states: Tensor, positions: Tensor) -> dict[str, Rotation]:
         """By layer type; under "" if all types share one. positions: int64 [B, n]."""
