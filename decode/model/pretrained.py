@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -382,15 +383,27 @@ def no_progress_bars() -> AbstractContextManager[None]:
 
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
-    """Halves the time to load a GGUF file.
+    """Halves the time to load a GGUF file, and reads its vocabulary in a quarter.
 
     Without it, transformers parses the file separately for the config and for the weights, and
-    builds the table of tensor names again for every module.
+    builds the table of tensor names again for every module. The package gguf makes an array for
+    each entry of the vocabulary: an array of a mapped file takes several times as long as another.
     """
     import gguf  # optional, see `decode.model.gguf_file.require_gguf`
 
+    class Reader(gguf.GGUFReader):
+        """Its arrays are plain views of the mapped file."""
+
+        @property
+        def data(self) -> np.ndarray:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.memmap) -> None:
+            self._data = mapped.view(np.ndarray)
+
     with (
-        replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        replaced(gguf, "GGUFReader", functools.cache(Reader)),
         replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield

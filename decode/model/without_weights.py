@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.base.paths import from_home
+from decode.model import gguf_file
 from decode.model.chat_template import set_template_args
 from decode.model.identity import Fingerprint, fingerprint
 from decode.model.loading import Target, resolve_device, resolve_dtype
 from decode.model.model_names import EMBEDDED, EMBEDDED_PREFIX, require_hub_id
 from decode.model.pretrained import (
     config_and_tokenizer,
+    gguf_read_once,
     no_progress_bars,
     weights_size,
     without_values,
@@ -39,7 +41,8 @@ def load_model_config(
         source = str(embedded.find() or embedded.hub_id)
     path = from_home(source)
     if path.suffix.lower() == ".gguf" and path.is_file():
-        with no_progress_bars():
+        gguf_file.require_gguf()
+        with no_progress_bars(), gguf_read_once():
             return config_and_tokenizer(str(path.parent), gguf_file=path.name)
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     if path.is_dir():

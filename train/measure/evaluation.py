@@ -42,9 +42,9 @@ def evaluate(
 
     Acceptance is measured on all prompts, in batches. Times are measured on the timed prompts, in
     batches of `timed_batch_size`: plain and speculative decoding take turns of a few tokens, and
-    `generate()` runs after both. A drafter that learns from requests starts both measurements with
-    nothing learnt, and learns while they run. Raises UserError as `Decoder` does, and if the
-    prompts do not fill one timed batch.
+    `generate()` runs after both on some of them. A drafter that learns from requests starts both
+    measurements with nothing learnt, and learns while they run. Raises UserError as `Decoder` does,
+    and if the prompts do not fill one timed batch.
 
     ranks: the processes that share the prompts of the acceptance run. This is the first of them,
     which measures all times alone; the others call `help_evaluate`. Parts that learn from earlier
@@ -88,13 +88,12 @@ def evaluate(
         [repetition(output) for output in outputs],
         runs.plain,
         runs.drafted,
-        [seconds for seconds, _ in runs.generated] if protocol.generate else None,
+        runs.generated if protocol.generate else None,
         same,
         close,
         steps,
         costs,
         speculative.drafter.describe_drafts(max_depth),
-        [tokens for _, tokens in runs.generated] if protocol.generate else None,
         runs.others,
         ranks.world,
         counts_by_part(steps, prompts, outputs, marks) if marks else None,

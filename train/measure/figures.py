@@ -51,10 +51,10 @@ REPEATED = 8  # tokens
 class Evaluation:
     """The figures of one drafter under one protocol. Reports are made from `to_dict`.
 
-    plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
-    `generate()`. drafts: a short description, such as `chain`. others: see
-    `decode.costs`. ranks: the processes that shared the acceptance run. parts: counts
-    inside and outside of the thinking part, if both occur. kernels: what computed the target
+    plain, drafted: one run for each timed batch. generated: seconds and tokens of `generate()` by
+    the place of a batch among these; None: it was not timed. drafts: a short description, such as
+    `chain`. others: see `decode.costs`. ranks: the processes that shared the acceptance run. parts:
+    counts inside and outside of the thinking part, if both occur. kernels: what computed the target
     (`train.measure.machine.describe_kernels`). structured: of answers with a grammar; None: no
     answer has one."""
 
@@ -66,13 +66,12 @@ class Evaluation:
     repetition: list[float]
     plain: list[Decoded]
     drafted: list[Decoded]
-    generate_seconds: list[float] | None
+    generated: dict[int, tuple[float, int]] | None
     identical: float | None
     identical_within_rounding: float | None
     steps: list[Verification] = field(default_factory=list)
     measured_costs: Costs | None = None
     drafts: str = "chain"
-    generate_tokens: list[int] | None = None
     others: float | None = None
     ranks: int = 1
     parts: dict[str, Counts] | None = None
@@ -84,7 +83,7 @@ class Evaluation:
         """The tokens of all texts, those of the timed runs and of `generate()` included."""
         timed = (run.outputs for run in (*self.plain, *self.drafted))
         texts = itertools.chain(self.outputs, *timed)
-        return sum(map(len, texts)) + sum(self.generate_tokens or ())
+        return sum(map(len, texts)) + sum(tokens for _, tokens in (self.generated or {}).values())
 
     def steps_to_dict(self) -> dict[str, Any]:
         """Converts every step to JSON values: `acceptance` for the run over all prompts, `timed`
@@ -145,13 +144,15 @@ class Evaluation:
             "others_share": self.others,
             "alone": None if self.others is None else not busy(self.others),
         }
-        if self.generate_seconds is not None and self.generate_tokens is not None:
-            seconds, tokens = np.array(self.generate_seconds), np.array(self.generate_tokens)
+        if self.generated is not None:
+            places = [*self.generated]
+            seconds, tokens = np.array([*self.generated.values()]).reshape(-1, 2).T
             for name, ours_s, ours_n in (
                 ("vs_generate", drafted_s, drafted_n),
                 ("plain_vs_generate", plain_s, plain_n),
             ):
-                result[name] = ratio_of_totals(seconds, ours_s, per=(tokens, ours_n))
+                ours = ours_s[places], ours_n[places]
+                result[name] = ratio_of_totals(seconds, ours[0], per=(tokens, ours[1]))
         return result
 
     def _basis(self, plain: np.ndarray, drafted: np.ndarray) -> str:

@@ -20,6 +20,7 @@ from decode.model.generation_config import (
 )
 from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
+from train.measure.intervals import FEWEST_PROMPTS
 from train.measure.time_passes import finish
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
@@ -34,12 +35,12 @@ GAMMA_TURNS = 2
 @dataclass
 class TimedRuns:
     """plain, drafted: one run for each timed batch. generated: the seconds and tokens of
-    `generate()` for each; empty if it was not timed. others: see `decode.costs`; None if
-    nothing was timed."""
+    `generate()` by the place of a batch among them (`generated_batches`); empty if it was not
+    timed. others: see `decode.costs`; None if nothing was timed."""
 
     plain: list[Decoded] = field(default_factory=list)
     drafted: list[Decoded] = field(default_factory=list)
-    generated: list[tuple[float, int]] = field(default_factory=list)
+    generated: dict[int, tuple[float, int]] = field(default_factory=dict)
     others: float | None = None
 
 
@@ -53,9 +54,9 @@ def time_by_turns(
     report: OnProgress,
     settings: Sequence[RowSettings] | None = None,
 ) -> TimedRuns:
-    """Times both decoders on batches of prompts (token ids) after a warm-up, and then `generate()`
-    if the protocol asks for it. batches: the indices of their prompts (`timed_batches`).
-    settings: of the row of each prompt."""
+    """Times both decoders on batches of prompts (token ids) after a warm-up, and after some of them
+    `generate()`, if the protocol asks for it. batches: the indices of their prompts
+    (`timed_batches`). settings: of the row of each prompt."""
     runs, timed = TimedRuns(), sum(map(len, batches))
     short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
     for batch in batches[:1]:  # warm-up, not part of any figure
@@ -65,6 +66,7 @@ def time_by_turns(
         if protocol.generate:
             time_generate(target, texts, short)
     speculative.drafter.forget()  # the timed prompts are among those of the acceptance run
+    with_generate = generated_batches(len(batches)) if protocol.generate else []
     watch = OtherProcesses()
     for done, batch in enumerate(batches):
         report("timing", done * protocol.timed_batch_size, timed)
@@ -87,8 +89,8 @@ def time_by_turns(
             for step in run.steps:
                 step.rows = np.array(batch)[step.rows]
             its.append(run)
-        if protocol.generate:
-            runs.generated.append(time_generate(target, texts, protocol))
+        if done in with_generate:
+            runs.generated[done] = time_generate(target, texts, protocol)
     runs.others = watch.share() if batches else None
     report("timing", timed, timed)
     return runs
@@ -113,6 +115,12 @@ def timed_batches(
     if size > 1:
         chosen.sort(key=lambda i: len(prompts[i]))  # less padding
     return [chosen[begin : begin + size] for begin in range(0, count, size)]
+
+
+def generated_batches(count: int) -> list[int]:
+    """Those of `count` timed batches that `generate()` is timed on, evenly spread: as many as an
+    interval needs. It takes several times as long as both decoders together."""
+    return np.linspace(0, count - 1, min(count, FEWEST_PROMPTS)).astype(int).tolist()
 
 
 def in_turns(decodings: Sequence[Decoding], tokens: int) -> list[Decoded]:

@@ -153,7 +153,7 @@ class EvaluationConfig(Strict):
     timed_batch_size: int = Field(1, ge=1)
     """The number of timed prompts that are decoded together. It divides `timed_prompts`."""
     generate: bool = True
-    """Time `generate()` of `transformers` too, once in the run."""
+    """Time `generate()` of `transformers` too, once in the run, on at most six timed batches."""
     seed: Seed = 0
     """The seed of the draws."""
 

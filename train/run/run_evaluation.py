@@ -47,7 +47,7 @@ from train.measure.evaluation import evaluate, help_evaluate
 from train.measure.figures import Evaluation
 from train.measure.intervals import product_of_ratios
 from train.measure.ranks import Ranks
-from train.measure.timed_prompts import fastest_gamma
+from train.measure.timed_prompts import fastest_gamma, generated_batches
 from train.run.config import RunConfig, differences, dump_config
 
 SAMPLES = 3
@@ -327,7 +327,7 @@ def planned_evaluation(
     size = settings.timed_batch_size
     timed = min(settings.timed_prompts, prompts // size * size)
     # Each row plainly and with drafts, and one by `generate()` too.
-    texts = timed * (2 * count + settings.generate)
+    texts = timed * 2 * count + settings.generate * size * len(generated_batches(timed // size))
     return StagePlan(
         f"{count} drafters on {prompts} prompts of {settings.split}, {2 * timed} timed texts each",
         tokens=count * prompts * settings.max_new_tokens + texts * settings.timed_tokens,
