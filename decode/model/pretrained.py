@@ -391,7 +391,7 @@ def gguf_read_once() -> Iterator[None]:
     """
     import gguf  # optional, see `decode.model.gguf_file.require_gguf`
 
-    class Reader(gguf.GGUFReader):
+    class PlainArrays(gguf.GGUFReader):
         """Its arrays are plain views of the mapped file."""
 
         @property
@@ -403,7 +403,7 @@ def gguf_read_once() -> Iterator[None]:
             self._data = mapped.view(np.ndarray)
 
     with (
-        replaced(gguf, "GGUFReader", functools.cache(Reader)),
+        replaced(gguf, "GGUFReader", functools.cache(PlainArrays)),
         replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
