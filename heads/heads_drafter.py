@@ -24,7 +24,7 @@ from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.pass_size import pads_little
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.cache.slots import Slots
+from decode.model.cache.slots import WAITING, Slots
 from decode.model.features import Features
 from decode.model.forward.attention_mask import AttentionMask, SlotAttention
 from decode.model.forward.low_rank import LowRank, adapted
@@ -160,10 +160,6 @@ def _together(counts: np.ndarray) -> list[slice]:
     return [slice(row, row + 1) for row in range(len(counts))]
 
 
-# The most plain passes whose hidden states wait to be stored.
-UNSTORED = 64
-
-
 class AttendingDrafter(HeadsDrafter):
     """Drafter with an extra layer that attends to the whole text; a key-value cache makes it cheap.
 
@@ -220,7 +216,7 @@ class AttendingDrafter(HeadsDrafter):
         values = features.of(self.captured_layers)
         if not first and values.shape[1] == 1 and features.counts.all():
             self._unstored.append(values)
-            if len(self._unstored) == UNSTORED:
+            if len(self._unstored) == WAITING:
                 self._store()
             return
         self._store()

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.draft import Contexts, Draft
 from decode.drafters.sparse import WatchedLM
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
@@ -286,6 +287,28 @@ def test_a_token_has_the_same_bits_in_any_pass(family: str, dtype: torch.dtype) 
 
     alone = fed(*[1] * 16)
     assert all(torch.equal(fed(*widths), alone) for widths in [(16,), (3, 13), (1, 5, 10)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
+def test_drafts_after_a_prompt_of_one_token_have_the_bits_of_plain_decoding(
+    dtype: torch.dtype,
+) -> None:
+    """Such a pass begins at the first slot, as that over a prompt does."""
+    lm = CachedLM(target("llama", dtype, vocab=320))
+
+    def verified(*lengths: int, drafted: int) -> torch.Tensor:
+        texts = [[5, 7, 9, 6][:length] for length in lengths]
+        draft = Draft.chosen([[7, 9, 6][: drafted + 1 - length] for length in lengths])
+        with torch.inference_mode():
+            found = lm.verify(Contexts.of(texts, 8), draft)
+        return found if isinstance(found, torch.Tensor) else found.padded()
+
+    lm.reset(2, 16)
+    alone = torch.cat([verified(n, n, drafted=n - 1) for n in (1, 2, 3, 4)], 1)
+    lm.reset(2, 16)
+    assert torch.equal(verified(1, 1, drafted=3), alone)
+    lm.reset(1, 16)
+    assert torch.equal(verified(1, drafted=3), alone[:1])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

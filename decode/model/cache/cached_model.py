@@ -277,9 +277,10 @@ class CachedLM:
         ancestors_BNM: Tensor | None,
         first: int = 0,
         places: Tensor | None = None,
+        reads: bool = True,
     ) -> tuple[Tensor, RealTokens | None]:
-        """As `forward`. Where the pass is a list of tokens, returns this list too, and all values
-        are those of it, [1, …]. places: int64 [W], the only tokens of the list that get logits."""
+        """As `forward` and, for `reads`, `Slots.place`. Where the pass is a list of tokens, returns
+        it too, and all values are those of it, [1, …]. places: int64 [W], which get logits."""
         if ancestors_BNM is not None and not self._takes_trees:
             require_tree_masks(self)
             self._takes_trees = True
@@ -296,7 +297,7 @@ class CachedLM:
             # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
             window = None if self.forward_pass.reads_positions else self.window
             own = None if self.pads else counts
-            slots.place(start, n, window, root, counts=own, first=first)
+            slots.place(start, n, window, root, counts=own, first=first, reads=reads)
             self.fed = ids_BN.numel() if own is None else int(own.sum())
             root_B1 = to_device(root, self.device)[:, None]
             if depth_BN is None:
@@ -367,7 +368,7 @@ class CachedLM:
             return self._beside(ids, start, counts, ancestors, beside)
         # The rule says how far each row of a chain with states goes back.
         fed = None if self.states is not None and draft.is_chain else counts
-        logits, real = self._feed(ids, start, None, fed, depth, ancestors)
+        logits, real = self._feed(ids, start, None, fed, depth, ancestors, reads=False)
         if real is None:
             return logits
         self.features = {layer: real.padded(x) for layer, x in self.features.items()}
@@ -401,7 +402,7 @@ class CachedLM:
         ends, own = fed.cumsum(), len(lists[0])
         places = np.concatenate([np.arange(own), *(ends[part.rows] - 1 for part in parts)])
         at = to_device(places, self.device)
-        logits, _ = self._feed(ids, starts, None, fed, depth, ancestors, places=at)
+        logits, _ = self._feed(ids, starts, None, fed, depth, ancestors, places=at, reads=False)
         mine, *others = logits.split([own, *(len(part.counts) for part in parts)], 1)
         sizes = [len(some) for some in lists]
         states = {layer: x.split(sizes, 1) for layer, x in self.features.items()}

@@ -189,18 +189,19 @@ class Slots:
         *,
         counts: np.ndarray | None = None,
         first: int = 0,
+        reads: bool = True,
     ) -> None:
         """The next pass feeds n tokens of each of the B rows from `first` on. They go to the slots
         from `start`, int [B].
 
         counts: int [B], only the first ones of each row are fed, as a list (`RealTokens`). None:
-        all.
+        all. reads: of prompts, which get no mask at their start, and may get other bits so.
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
         fed = self._fed
         starts = start.tolist()
         least, last = min(starts), max(starts)
-        fed.fresh = not last
+        fed.fresh = reads and not last
         fed.rows = slice(first, first + len(starts))
         fed.real = None
         if counts is not None and (counts < n).any():
@@ -210,7 +211,6 @@ class Slots:
         end = last + n if fed.real is None else int(ends.max())
         self.wrote(ends, first)
         fed.end = end if fed.fresh else round_up_slots(end, self._step)
-        fed.begin = None
         fed.read, fed.count = slice(0, fed.end), fed.end
         if sliding is not None:
             base = start if root is None else root
@@ -221,9 +221,8 @@ class Slots:
             else:
                 fed.read, fed.count = to_device(read, self.device), read.shape[1]
         fed.feed(start, n)
-        if fed.real is None and least == last:
-            fed.begin = least
-        elif self.device.type != "cpu":  # before the pass, which may be a graph
+        fed.begin = least if fed.real is None and least == last else None
+        if fed.begin is None and self.device.type != "cpu":  # before the pass, which may be a graph
             fed.slots_on(self.device)
 
     @property
