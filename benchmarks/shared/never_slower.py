@@ -27,7 +27,7 @@ from train.measure.intervals import ratio_of_totals
 # By --quick.
 BATCHES = {True: (1, 8), False: (1, 2, 4, 8, 16)}
 BEHIND = {True: (0, 1000), False: (0, 500, 2000, 7000)}
-ROUNDS, TOKENS = {True: 4, False: 4}, {True: 32, False: 96}
+ROUNDS, TOKENS = {True: 4, False: 3}, {True: 32, False: 48}
 FIXED = (1, 4)  # the depths of fixed drafts
 KINDS = ("chat", "code", "noise")
 NOISE = 24  # random tokens of a question that is none
