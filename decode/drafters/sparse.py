@@ -47,9 +47,9 @@ class PartLM(CachedLM):
         self.forward_pass = lm.forward_pass
         self.omitted = np.zeros(0, dtype=np.int64)
 
-    def _feed(self, ids_BN: Tensor, start: np.ndarray, *more: Any) -> Any:
+    def _feed(self, ids_BN: Tensor, start: np.ndarray, *more: Any, **settings: Any) -> Any:
         """See `CachedLM.forward`. start: int [B], the slots in the target."""
-        return super()._feed(ids_BN, start - self.omitted, *more)
+        return super()._feed(ids_BN, start - self.omitted, *more, **settings)
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         omitted_B1 = to_device(self.omitted, self.device)[:, None]
