@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from benchmarks.shared.llama_cpp import program, quantised, write_target
+from benchmarks.shared.never_slower import endless_decoder
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
-from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
 from draftsmith.cli.command import given_or_shipped, tokenized_prompts
 from draftsmith.export.formats.gguf_layout import FILE
@@ -69,7 +69,8 @@ def compared(name: str, folder: Path, given: argparse.Namespace) -> dict[str, An
     target = opened(file, name)
     decoders = {PLAIN: Decoder(target.model, None)}
     for drafter, policy in itertools.product(given.drafter, POLICIES):
-        decoders[f"{drafter}, {policy}"] = decoder_of(drafter, policy, target)
+        settings = DecodeSettings(policy=policy)
+        decoders[f"{drafter}, {policy}"] = endless_decoder(target, drafter, settings)
     prompts = texts(target, given)
     for decoder in decoders.values():
         decoder.decode(prompts[:1], WARM_UP)
@@ -105,14 +106,6 @@ def written(kind: str, folder: Path) -> Path:
 def opened(file: Path, name: str) -> Target:
     dtype = "bfloat16" if name == IN_BFLOAT16 else "float32"
     return load_target(str(file), dtype=dtype, device="cpu")
-
-
-def decoder_of(drafter: str, policy: str, target: Target) -> Decoder:
-    settings = DecodeSettings(policy=policy)
-    prompt = list(range(3, 40)) if settings.needs_costs else None
-    made, _ = settings.decoder(target, open_drafter(drafter, target), prompt)
-    made.eos = made.eos[:0]
-    return made
 
 
 def texts(target: Target, given: argparse.Namespace) -> list[list[int]]:

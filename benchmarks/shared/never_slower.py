@@ -90,6 +90,14 @@ def steady(decoder: Decoder, prompts: Sequence[Sequence[int]], tokens: int, seed
     return Steady(perf_counter() - started, decoding.steps)
 
 
+def endless_decoder(target: Target, drafter: str, settings: DecodeSettings) -> Decoder:
+    """A decoder whose texts have the length that is asked for: no token ends them."""
+    prompt = list(range(3, 40)) if settings.needs_costs else None
+    made, _ = settings.decoder(target, open_drafter(drafter, target), prompt)
+    made.eos = made.eos[:0]
+    return made
+
+
 class Grid:
     """The contestants of all cells: plain decoding twice, and a drafter with drafts by their worth
     and with fixed ones. A policy keeps its costs from cell to cell, as in a service."""
@@ -107,10 +115,8 @@ class Grid:
         if (name, temperature) not in self._decoders:
             drafter, policy, gamma = self.settings[name]
             settings = DecodeSettings(gamma=gamma, policy=policy, sampling=Sampling(temperature))
-            opened = open_drafter(drafter, self.target)
-            prompt = list(range(3, 40)) if settings.needs_costs else None
-            made, _ = settings.decoder(self.target, opened, prompt)
-            made.prefixes, made.eos = self.prefixes, made.eos[:0]
+            made = endless_decoder(self.target, drafter, settings)
+            made.prefixes = self.prefixes
             self._decoders[name, temperature] = made
         return self._decoders[name, temperature]
 

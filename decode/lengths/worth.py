@@ -214,10 +214,8 @@ class _Nodes:
         accepted = verification.accepted[:, None]
         if self.parents is None:
             place = np.arange(self.fed.shape[1])
-            self.accepted, self.judged = (
-                self.fed & (place < accepted),
-                self.fed & (place <= accepted),
-            )
+            self.judged = self.fed & (place <= accepted)
+            self.accepted = self.fed & (place < accepted)
             return
         rows, count = self.fed.shape
         stays = np.zeros((rows, count + 1), dtype=bool)

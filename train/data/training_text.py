@@ -136,20 +136,20 @@ class OnPolicyText:
         _mask_padding(model, self.target.token_count)
         model.to(accelerator.device, self.target.dtype)
         indices = range(rank, count, world)
-        prompts = self.corpus.prompts(select(examples, indices))
+        texts = self.corpus.prompts(select(examples, indices))
         # An answer would not fit behind the others. Given samples take their place.
         fitting = [
             (index, prompt)
-            for index, prompt in zip(indices, prompts, strict=True)
+            for index, prompt in zip(indices, texts, strict=True)
             if len(prompt) < self.max_length
         ]
         # Prompts of similar length come together: less padding.
-        own = sorted(fitting, key=lambda item: len(item[1]))
+        prompts = sorted(fitting, key=lambda item: len(item[1]))
         written: list[tuple[int, Sample]] = []
         if self.drafter is None:
-            self.drafter = self._faster(model, own[: settings.batch_size], number)
-        answers = self._decode(model, own, number, self.drafter) if own else []
-        for (index, prompt), answer in zip(own, answers, strict=True):
+            self.drafter = self._faster(model, prompts[: settings.batch_size], number)
+        answers = self._decode(model, prompts, number, self.drafter) if prompts else []
+        for (index, prompt), answer in zip(prompts, answers, strict=True):
             name = f"{examples[index].id}#round-{number}-{index}"
             answer = answer[: self.max_length - len(prompt)]
             mask = [False] * len(prompt) + [True] * len(answer)
@@ -157,7 +157,11 @@ class OnPolicyText:
         return [sample for _, sample in sorted(gather_object(written))]
 
     def _decode(
-        self, model: PreTrainedModel, own: list[tuple[int, list[int]]], number: int, drafter: str
+        self,
+        model: PreTrainedModel,
+        prompts: list[tuple[int, list[int]]],
+        number: int,
+        drafter: str,
     ) -> list[list[int]]:
         """The answers to indexed prompts. `batch_size` of them are decoded together."""
         settings = self.settings
@@ -169,9 +173,9 @@ class OnPolicyText:
             rule="exact",
             sampling=settings.sampling.build(),
         )
-        rows = [number * settings.samples + index for index, _ in own]
+        rows = [number * settings.samples + index for index, _ in prompts]
         return decoder.decode(
-            [prompt for _, prompt in own],
+            [prompt for _, prompt in prompts],
             settings.max_new_tokens,
             seed=self.seed,
             row_ids=rows,

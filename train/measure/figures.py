@@ -151,8 +151,8 @@ class Evaluation:
                 ("vs_generate", drafted_s, drafted_n),
                 ("plain_vs_generate", plain_s, plain_n),
             ):
-                ours = ours_s[places], ours_n[places]
-                result[name] = ratio_of_totals(seconds, ours[0], per=(tokens, ours[1]))
+                per = tokens, ours_n[places]
+                result[name] = ratio_of_totals(seconds, ours_s[places], per=per)
         return result
 
     def _basis(self, plain: np.ndarray, drafted: np.ndarray) -> str:

@@ -35,9 +35,8 @@ class LeanForward(PackedLayer):
     """A causal LM as embedding, `LeanLayer`s, norm and output layer.
 
     rotary: the model's module of rotary positions. rotary_kinds: the layer types it takes as an
-    argument, empty if it takes none. scale: what embeddings are multiplied with. softcap: the
-    softcap of the logits. It shares the parameters of the model, and its products are packed, so it
-    runs on a CPU only.
+    argument, empty if it takes none. softcap: the softcap of the logits. It shares the parameters
+    of the model, and its products are packed, so it runs on a CPU only.
 
     pads: whether it computes the padding of a pass. It computes a list of tokens (`RealTokens`).
     keeps_bits: its layers and its output layer run in C++ (`CachedLM.keeps_bits`).
@@ -99,11 +98,6 @@ class LeanForward(PackedLayer):
         other.skipped_attention, other.skipped_mlps = frozenset(attention), frozenset(mlps)
         return other
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """[B, n, H]: the input of the first layer, for ids int64 [B, n]."""
-        states: Tensor = self.embedding(ids)
-        return states
-
     def rotations(self, states: Tensor, positions: Tensor) -> dict[str, Rotation]:
         """By layer type; under "" if all types share one. positions: int64 [B, n]."""
         if not self.rotary_kinds:
@@ -134,7 +128,7 @@ class LeanForward(PackedLayer):
         int64 [B, k], the only columns of each row that get logits, [B, k, V].
         """
         real = slots[0].real
-        states = self.embed(ids)
+        states = self.embedding(ids)
         rotations = self.rotations(states, positions)
         kinds = self._kinds if self.rotary_kinds else [""] * len(self._kinds)
         few_rows, layers = None, self._few_rows

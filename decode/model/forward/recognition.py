@@ -275,7 +275,7 @@ def _require_same_logits(
         expected = model(input_ids=ids, use_cache=False).logits
     logits, _ = lean(ids, positions, [mask] * len(layers), layers)
     tolerance = LOGIT_TOLERANCE[model.dtype]
-    if not _agree(lean.embed(ids), states[first_layer], tolerance):
+    if not _agree(lean.embedding(ids), states[first_layer], tolerance):
         raise NotLean("it does something else between its embedding and its layers")
     if not _agree(lean.read_out(lean.norm(states[last_norm])), expected, tolerance):
         raise NotLean("it does something else between its layers and its logits")

@@ -137,12 +137,12 @@ class BodyReader:
             read = self._read(known, body, self._tokenizer)
         else:
             read = await self._beside(lambda: self._read(known, body, self._of_thread))
-        forced = (
-            read.asked.grammar if read.calls is None else read.calls.forced or read.asked.grammar
-        )
-        if forced is None:
+        asked = read.asked.grammar
+        if read.calls is not None:
+            asked = read.calls.forced or asked
+        if asked is None:
             return read
-        grammar = await self._beside(lambda: self._compiled(forced))
+        grammar = await self._beside(lambda: self._compiled(asked))
         sampling = replace(read.job.sampling, grammar=grammar)
         return replace(read, job=replace(read.job, sampling=sampling))
 
@@ -155,8 +155,8 @@ class BodyReader:
         finally:
             self.waiting -= 1
 
-    def _compiled(self, forced: AskedGrammar) -> Grammar:
-        field, kind, given = forced
+    def _compiled(self, asked: AskedGrammar) -> Grammar:
+        field, kind, given = asked
         try:
             if self._grammars is None:
                 size = self.limits.vocabulary
