@@ -3,6 +3,7 @@
 The cells are kinds of text × tokens before the question × temperatures × batches.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -31,7 +32,8 @@ ROUNDS, TOKENS = {True: 4, False: 3}, {True: 32, False: 48}
 FIXED = (1, 4)  # the depths of fixed drafts
 KINDS = ("chat", "code", "noise")
 NOISE = 24  # random tokens of a question that is none
-PREFIXES = 2 << 30  # bytes; the notes before the questions are read once
+# Bytes of texts for each drafter, whose hidden states differ: it reads the notes once.
+PREFIXES = 2 << 30
 RATIOS = {
     "vs_plain": ("worth", "plain"),
     "vs_best": ("worth", "best"),
@@ -87,7 +89,9 @@ def steady(decoder: Decoder, prompts: Sequence[Sequence[int]], tokens: int, seed
     started = perf_counter()
     while len(decoding.rows) == len(prompts):
         decoding.step()
-    return Steady(perf_counter() - started, decoding.steps)
+    taken = perf_counter() - started
+    decoder.lm.reset(1, 1)  # each of a grid's ten decoders would keep the slots of its last batch
+    return Steady(taken, decoding.steps)
 
 
 def endless_decoder(target: Target, drafter: str, settings: DecodeSettings) -> Decoder:
@@ -103,7 +107,8 @@ class Grid:
     and with fixed ones. A policy keeps its costs from cell to cell, as in a service."""
 
     def __init__(self, target: Target, drafter: str, gamma: int) -> None:
-        self.target, self.prefixes = target, PrefixCache(PREFIXES)
+        self.target = target
+        self.prefixes = defaultdict[str, PrefixCache](lambda: PrefixCache(PREFIXES))
         self.settings: dict[str, tuple[str, str | None, int]] = {"plain": ("none", None, gamma)}
         self.settings["plain again"] = self.settings["plain"]
         self.settings["worth"] = drafter, "worth", gamma
@@ -116,7 +121,7 @@ class Grid:
             drafter, policy, gamma = self.settings[name]
             settings = DecodeSettings(gamma=gamma, policy=policy, sampling=Sampling(temperature))
             made = endless_decoder(self.target, drafter, settings)
-            made.prefixes = self.prefixes
+            made.prefixes = self.prefixes[drafter]
             self._decoders[name, temperature] = made
         return self._decoders[name, temperature]
 
