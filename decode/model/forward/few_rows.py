@@ -79,22 +79,23 @@ class Numbers:
     needs: frozenset[str]
     flags: tuple[str, ...] = ()
     uses: tuple[dict[str, str], ...] = ()
-    leaves_to: str = ""
 
 
 TWELVE_USES = {"avx512vbmi": "-mavx512vbmi", "avx512_vbmi2": "-mavx512vbmi2"}
+PAST_CACHES = {"AuthenticAMD": "-DPAST_CACHES"}
+TILE_USES = {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
 NUMBERS = {
     torch.bfloat16: Numbers(
         (
             SOURCE.with_name("few_rows_bfloat16.h"),
             SOURCE.with_name("few_rows_twelve_bits.h"),
+            SOURCE.with_name("few_rows_tiles.h"),
             ATTENTION,
         ),
         outputs=32,
         needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
         flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
-        uses=(TWELVE_USES,),
-        leaves_to="amx_bf16",
+        uses=(TWELVE_USES, TILE_USES, PAST_CACHES),
     ),
     torch.float32: Numbers(
         (
@@ -105,7 +106,11 @@ NUMBERS = {
         ),
         outputs=16,
         needs=frozenset({"avx2", "fma", "f16c"}),
-        uses=({f"avx512{x}": f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")}, TWELVE_USES),
+        uses=(
+            {f"avx512{x}": f"-mavx512{x}" for x in ("f", "bw", "dq", "vl")},
+            TWELVE_USES,
+            PAST_CACHES,
+        ),
     ),
 }
 
@@ -173,7 +178,7 @@ def _processor_fits(numbers: Numbers) -> bool:
         flags = cpu_flags()
     except OSError:
         return False
-    return flags >= numbers.needs and numbers.leaves_to not in flags
+    return flags >= numbers.needs
 
 
 def _more_flags(numbers: Numbers) -> list[str]:

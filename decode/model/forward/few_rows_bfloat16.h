@@ -238,10 +238,22 @@ struct Parts {
 #endif
 };
 
+#ifdef __AMX_BF16__
+#include "few_rows_tiles.h"
+#endif
+
 // The operations of a turn of `multiplied`, whose numbers stay in registers.
-constexpr int64_t OPERATIONS = 2 * 2 * MOST * 32;
+constexpr int64_t VECTOR_OPERATIONS = 2 * 2 * MOST * 32;
+#ifdef __AMX_BF16__
+const int64_t OPERATIONS = HAS_TILES ? TILE_OPERATIONS : VECTOR_OPERATIONS;
+#else
+constexpr int64_t OPERATIONS = VECTOR_OPERATIONS;
+#endif
 
 inline float multiplied(int64_t turns, float start) {
+#ifdef __AMX_BF16__
+  if (HAS_TILES) return multiplied_in_tiles(turns, narrow(start));
+#endif
   const __m512bh x = (__m512bh)_mm512_set1_epi32(narrow(start) * 0x10001);
   __m512 sums[2 * MOST];
   for (int j = 0; j < 2 * MOST; j++) sums[j] = _mm512_set1_ps(start * j);

@@ -32,9 +32,7 @@ struct Words {
   template <typename Use>
   inline __attribute__((always_inline)) void next(int64_t group, bool asks, Use use) {
     const __m512i low_byte = _mm512_set1_epi16(255), other = _mm512_set1_epi8(OTHER);
-    // Past L2 and L3: a pass reads each weight once, and what Python and PyTorch use stays there. A Zen 4 gained
-    // nothing by it, a Zen 5 an eighth of a plain step.
-    for (int c = 0; asks && c < GROUP_BYTES; c += 64) _mm_prefetch(p + FAR + c, _MM_HINT_NTA);
+    for (int c = 0; asks && c < GROUP_BYTES; c += 64) _mm_prefetch(p + FAR + c, ONCE);
     // A look-up reads six bits of an index, and the table is there four times.
     const __m512i codes = _mm512_loadu_si512(p + 128), more = _mm512_srli_epi16(codes, 4);
     __m512i high = _mm512_permutexvar_epi8(codes, common), more_high = _mm512_permutexvar_epi8(more, common);
