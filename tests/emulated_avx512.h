@@ -69,6 +69,14 @@ inline Words widened(__m256i x) {
   return read<Words>(to);
 }
 
+inline Words widened_bytes(__m128i x) {
+  uint8_t from[16];
+  uint32_t to[16];
+  std::memcpy(from, &x, 16);
+  for (int i = 0; i < 16; i++) to[i] = from[i];
+  return read<Words>(to);
+}
+
 inline __m256i narrowed(Floats x) {
   uint16_t y[16];
   for (int i = 0; i < 16; i++) y[i] = narrow(x[i]);
@@ -152,6 +160,7 @@ inline Words in_turns(Words a, Words b, int half) {
 #define _mm512_add_ps(a, b) ((a) + (b))
 #define _mm512_castsi512_ps(x) emulated::bits<emulated::Floats>(x)
 #define _mm512_cvtepu16_epi32 emulated::widened
+#define _mm512_cvtepu8_epi32 emulated::widened_bytes
 #define _mm512_cvtneps_pbh emulated::narrowed
 #define _mm512_dpbf16_ps emulated::dots
 #define _mm512_loadu_ps emulated::read<emulated::Floats>

@@ -90,6 +90,7 @@ NUMBERS = {
             SOURCE.with_name("few_rows_bfloat16.h"),
             SOURCE.with_name("few_rows_twelve_bits.h"),
             SOURCE.with_name("few_rows_tiles.h"),
+            SOURCE.with_name("few_rows_tile_attention.h"),
             ATTENTION,
         ),
         outputs=32,

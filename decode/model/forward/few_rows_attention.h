@@ -11,10 +11,16 @@
 constexpr int CHUNK = 512;  // slots
 constexpr int TILE = 64;    // slots whose values stay in the cache while all queries read them
 constexpr int TOGETHER = 3;  // queries whose sums fit into registers
-constexpr int TOKENS = 4;   // of a text, in one item of work
+#ifdef __AMX_BF16__
+constexpr int TOKENS = 5;  // of a text, in one item of work: three heads of each fit into a tile
+#else
+constexpr int TOKENS = 4;
+#endif
 
 typedef int32_t Whole __attribute__((vector_size(sizeof(Floats))));
-typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+
+// `__builtin_convertvector` of bytes goes byte by byte.
+inline Whole whole_of(const bool* seen) { return (Whole)widened((const __m128i*)seen); }
 
 // Of S slots, how many there are up to the last that a token sees. Texts of a batch end in different
 // slots, and the rest of the longest is hidden from the others.
@@ -50,11 +56,11 @@ struct Query {
 // `scores` of WIDTH slots, hidden where a query does not see the slot, and from `count` on. mask: null if it sees all.
 inline Floats shown(Floats scores, const bool* mask, int64_t count) {
   if (!mask && count >= WIDTH) return scores;
-  Bytes seen = {};
-  if (count >= WIDTH) std::memcpy(&seen, mask, WIDTH);  // a size that is known is one instruction
-  else if (count > 0 && mask) std::memcpy(&seen, mask, count);
-  else if (count > 0) std::memset(&seen, 1, count);
-  return __builtin_convertvector(seen, Whole) != 0 ? scores : all(HIDDEN);
+  if (count >= WIDTH) return whole_of(mask) != 0 ? scores : all(HIDDEN);
+  bool seen[WIDTH] = {};
+  if (count > 0 && mask) std::memcpy(seen, mask, count);
+  else if (count > 0) std::memset(seen, 1, count);
+  return whole_of(seen) != 0 ? scores : all(HIDDEN);
 }
 
 // Scores of the slots from `begin` to `end`, and hidden ones up to a multiple of WIDTH. first: whether no
@@ -157,9 +163,16 @@ inline void in_groups(std::vector<Query>& queries, Use use) {
   }
 }
 
+#ifdef __AMX_BF16__
+#include "few_rows_tile_attention.h"
+#endif
+
 // All queries of an item in the slots of a chunk. The sums of each are 0 before.
 inline void attend(std::vector<Query>& queries, const Cache& cache, int64_t begin, int64_t end,
                    float scale) {
+#ifdef __AMX_BF16__
+  if (attends_in_tiles(cache.size)) return attend_in_tiles(queries, cache, begin, end, scale);
+#endif
   for (int64_t s = begin; s < end; s += TILE) {
     const int64_t last = std::min(s + TILE, end);
     in_groups(queries, [&](auto count, Query* some) {

@@ -41,6 +41,9 @@ inline Floats load(const Number* x) {
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
 }
 
+// 16 bytes as whole numbers.
+inline __m512i widened(const __m128i* x) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(x)); }
+
 inline void store(Number* y, Floats x) {
   _mm256_storeu_si256((__m256i*)y, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 }

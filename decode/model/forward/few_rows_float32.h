@@ -90,6 +90,9 @@ inline int64_t block_bytes(const char* block, int64_t in, int form) {
   return 2 * WIDTH * (form == BYTES ? in + 4 : form == HALF ? in * 2 : in * 4);
 }
 
+// Eight bytes as whole numbers.
+inline __m256i widened(const __m128i* x) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(x)); }
+
 inline Floats load(const Number* x) { return (Floats)_mm256_loadu_ps(x); }
 inline void store(Number* y, Floats x) { _mm256_storeu_ps(y, (__m256)x); }
 inline float wide(Number x) { return x; }

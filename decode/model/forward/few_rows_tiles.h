@@ -21,18 +21,23 @@ const bool HAS_TILES = !syscall(SYS_arch_prctl, /* ARCH_REQ_XCOMP_PERM */ 0x1023
 
 inline bool in_tiles(int64_t in) { return HAS_TILES && in % TILE_INPUTS == 0; }
 
-// Gives this thread tiles for so many rows, and clears them.
-inline void begin_tiles(int rows) {
+// Gives this thread tiles with so many rows: two of each kind of sums, two that are multiplied first, two second.
+inline void shape_tiles(int first, int more, int words) {
   struct {
     uint8_t palette, start, none[14];
     uint16_t bytes[16];
     uint8_t rows[16];
   } tiles = {1};
-  for (int tile = FIRST_LOW; tile <= HIGH; tile++) tiles.bytes[tile] = TILE_BYTES, tiles.rows[tile] = TILE_ROWS;
-  const int first = std::min(rows, TILE_ROWS), more = std::max(rows - TILE_ROWS, 1);
+  for (int tile = 0; tile < 8; tile++) tiles.bytes[tile] = TILE_BYTES;
   for (int tile : {FIRST_LOW, FIRST_HIGH, FIRST}) tiles.rows[tile] = uint8_t(first);
   for (int tile : {MORE_LOW, MORE_HIGH, MORE}) tiles.rows[tile] = uint8_t(more);
+  for (int tile : {LOW, HIGH}) tiles.rows[tile] = uint8_t(words);
   _tile_loadconfig(&tiles);
+}
+
+// The same for up to 32 rows of states.
+inline void begin_tiles(int rows) {
+  shape_tiles(std::min(rows, TILE_ROWS), std::max(rows - TILE_ROWS, 1), TILE_ROWS);
 }
 
 // Adds the products of the rows x [·, in], from an input on, with its words and those of the next 31.
