@@ -169,6 +169,21 @@ def test_weights_in_12_bits_have_the_bits_of_plain_ones(
         assert torch.equal(*[y.view(torch.uint8) for y in pair])
 
 
+@pytest.mark.parametrize("stored", ["whole", "rounded", "bytes"])
+@pytest.mark.parametrize("size", [96, 832])
+def test_of_many_rows_each_has_its_bits_alone(size: int, stored: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    layer, x = linear(96, size, dtype), torch.randn(225, size).to(dtype)
+    if stored == "rounded":
+        layer.weight.data = layer.weight.bfloat16().to(dtype)
+    product = PackedLinear(layer)
+    if stored == "bytes":
+        use_bytes(product)
+    alone = torch.cat([product(row[None]) for row in x])
+    for rows in (31, 32, 33, 47, 64, 65, 96, 97, 225):
+        assert torch.equal(product(x[:rows]), alone[:rows])
+
+
 def test_changed_weights_are_used_after_a_refresh(dtype: torch.dtype) -> None:
     layer, x = linear(64, 32, torch.bfloat16).to(dtype), torch.randn(3, 32).to(dtype)
     product = PackedLinear(layer)
@@ -350,6 +365,26 @@ def test_a_short_text_does_not_read_the_slots_of_a_long_one(dtype: torch.dtype) 
     found = fed(torch.nan)
     assert found.isfinite().all()
     assert torch.equal(found, fed(0.0))
+
+
+def test_a_value_that_is_not_finite_reaches_those_tokens_alone_that_see_it(
+    dtype: torch.dtype,
+) -> None:
+    """Tokens of one text attend together, and the first sees a slot that the others do not."""
+    lm = CachedLM(target("mistral", dtype))
+    window = FAMILIES["mistral"]["sliding_window"]
+    ids = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(2))
+
+    def fed(value: float) -> torch.Tensor:
+        lm.reset(1, 32)
+        with torch.inference_mode():
+            lm.read(ids, np.zeros(1, dtype=np.int64), np.array([20]))
+            lm.slots.layers[-1].values[:, :, 20 - window + 1] = value
+            return lm.forward(ids[:, 20:24], np.array([20]))[0]
+
+    found = fed(torch.inf)
+    assert not found[0].isfinite().any()
+    assert torch.equal(found[1:], fed(0.0)[1:])
 
 
 def test_in_a_long_text_a_token_has_the_bits_that_it_has_alone(
