@@ -273,3 +273,31 @@ def test_rows_whose_drafts_have_ended_are_not_computed(kind: str, shape: str, no
         for row, size in enumerate(few.sizes):
             assert few.tokens[row, :size].tolist() == every.tokens[row, :size].tolist()
             torch.testing.assert_close(few.q[row, :size], every.q[row, :size])
+
+
+def test_a_small_model_that_judges_drafts_is_fed_what_each_row_lacks() -> None:
+    """Rows lack 4, 1 and 6 tokens and have drafts of 2, 3 and none; the last is not asked."""
+    small = tiny_model("llama", seed=7, layers=1)
+    prepare(small)
+    drafter = SmallLMDrafter(small)
+    contexts = Contexts.of([[5, 8, 4, 6, 7, 9, 3, 5], [6] * 12, [7] * 9], 32)
+    drafting, lack = np.array([True, True, False]), np.array([4, 1, 6])
+    draft = Draft.chosen([[3, 4], [5, 6, 7], []])
+    with torch.inference_mode():
+        drafter.start(contexts)
+        drafter.feed(contexts, contexts.lengths - lack, np.ones(3, dtype=bool))
+        found = drafter.verify(contexts, draft, drafting)
+        assert drafter.lm.fed == (4 + 2) + (1 + 3)
+        for row in (0, 1):
+            size = int(draft.sizes[row])
+            alone, length = SmallLMDrafter(small), int(contexts.lengths[row])
+            text = Contexts.of([contexts.tokens[row, :length].tolist()], 32)
+            alone.start(text)
+            chain = Draft.chosen([draft.tokens[row, :size].tolist()])
+            judged = alone.verify(text, chain, np.ones(1, dtype=bool))
+            torch.testing.assert_close(found[row, : size + 1], judged[0])
+        # What the cache holds of the chains is used: the same texts with them need one token.
+        contexts.tokens[0, 8:11], contexts.tokens[1, 12:16] = [3, 4, 9], [5, 6, 7, 9]
+        contexts.lengths += [3, 4, 0]
+        drafter.verify(contexts, Draft.chosen([[3], [4], []]), drafting)
+        assert drafter.lm.fed == 2 * (1 + 1)

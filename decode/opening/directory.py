@@ -321,7 +321,7 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
         raise UserError(
             f"weights=int8: no product of {name} can read weights of one byte here. That takes "
             "trained layers on a CPU with the products of few rows (AVX2 for float32, AVX512-BF16 "
-            "without AMX for bfloat16) and a C++ compiler; leave it out"
+            "for bfloat16) and a C++ compiler; leave it out"
         )
     adapters.forget(drafter, target)
     return drafter

@@ -7,8 +7,9 @@ same bits for any number of rows.
 
 In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as
 such: half of the memory, and the same products. Where the processor has AVX512-VBMI2, these and
-those of states in bfloat16 are read in 12 bits, with the same products too. Weights of a quantised
-file are read in its form (`quantised_rows`).
+those of states in bfloat16 are read in 12 bits, with the same products too. With AMX, states in
+bfloat16 are multiplied in tiles. Weights of a quantised file are read in its form
+(`quantised_rows`).
 
 The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in
 the user's cache. From then on it needs no compiler. Without a compiler before that, or on a
@@ -69,9 +70,8 @@ class Numbers:
     """What the functions for states in one dtype need.
 
     headers: the file of the dtype, and those that it includes. outputs: of a block of weights.
-    needs: a processor's instructions. uses: sets of those that are used where a processor has a
-    whole set, with the compiler's flags. leaves_to: with these, PyTorch's products are quicker than
-    ours.
+    needs: a processor's instructions. uses: sets of words of its description, mostly instructions;
+    where it has a whole set, the compiler gets the flags.
     """
 
     headers: tuple[Path, ...]
@@ -82,6 +82,7 @@ class Numbers:
 
 
 TWELVE_USES = {"avx512vbmi": "-mavx512vbmi", "avx512_vbmi2": "-mavx512vbmi2"}
+# Those of Intel read memory past the caches a third as fast.
 PAST_CACHES = {"AuthenticAMD": "-DPAST_CACHES"}
 TILE_USES = {"amx_tile": "-mamx-tile", "amx_bf16": "-mamx-bf16"}
 NUMBERS = {
