@@ -259,31 +259,24 @@ class SmallLMDrafter(VerifyingDrafter):
         """The logits after each text and after each node of a chain, [B, N+1, V]: this model in the
         place of the target. −inf for tokens that it never drafts.
 
-        One pass feeds what the cache lacks of the texts that draft, and their chains. drafting: as for
-        `feed`. The cache then holds the chains. `rewind` takes back what is not accepted."""
+        One pass feeds what the cache lacks of the texts that draft, and their chains. drafting: as
+        for `feed`. The cache then holds the chains. `rewind` takes back what is not accepted."""
         lengths, read = contexts.lengths, contexts.lengths - self._begin
         lacking = int((lengths - self._cached)[drafting].max())
         if lacking > min(CATCH_UP, int(read.min())):
             self.feed(contexts, lengths - 1, drafting)
             lacking = 1
-        nodes = draft.tokens.shape[1]
-        # A forward that pads feeds all rows as much, and needs slots for it.
-        padded = np.full_like(lengths, lacking)
-        own = padded if self.lm.pads else np.clip(lengths - self._cached, 1, lacking)
-        columns = np.arange(-lacking, 0)[None, :] + lengths[:, None]
-        ids = np.take_along_axis(contexts.tokens, columns, axis=1)
+        nodes, pads = draft.tokens.shape[1], self.lm.pads  # with padding all rows feed as much
+        own = np.where(pads, lacking, np.clip(lengths - self._cached, 1, lacking))
+        sizes, fed_B = np.where(pads, nodes, draft.sizes), drafting | pads
+        ids = np.take_along_axis(contexts.tokens, np.arange(-lacking, 0) + lengths[:, None], 1)
         fed = torch.cat([to_device(ids, self.lm.device), draft.tokens], 1).clamp(max=self.known - 1)
-        of_fed = np.arange(lacking + nodes) + (lacking - own)[:, None]
-        fed = fed.gather(1, to_device(np.minimum(of_fed, lacking + nodes - 1), self.lm.device))
-        logits = self.lm.forward(
-            fed,
-            read - own,
-            columns=np.arange(nodes + 1) + own[:, None] - 1,
-            counts=np.where(drafting, own + draft.sizes, 0),
-        )
-        held = lengths + (nodes if self.lm.pads else draft.sizes)
-        reached = (lengths - self._cached <= lacking) & (drafting | self.lm.pads)
-        self._cached = np.where(reached, held, self._cached)
+        places = np.arange(lacking + nodes) + (lacking - own)[:, None]
+        fed = fed.gather(1, to_device(np.minimum(places, lacking + nodes - 1), self.lm.device))
+        counts, at = np.where(fed_B, own + sizes, 0), own[:, None] - 1 + np.arange(nodes + 1)
+        logits = self.lm.forward(fed, read - own, columns=at, counts=counts)
+        reached = fed_B & (lengths - self._cached <= lacking)
+        self._cached = np.where(reached, lengths + sizes, self._cached)
         logits = logits[..., : self.rows]
         if self.vocabulary is None and self.rows == self.vocab_size:
             return logits
