@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -158,3 +159,12 @@ def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
 def test_a_drafter_is_named_in_more_letters_than_a_file(target: Target) -> None:
     layers = f"attention={[0] * 100},mlp=[0]".replace(" ", "")
     assert isinstance(open_drafter(f"skip:{layers}", target), Drafter)
+
+
+def test_serve_and_chat_size_drafts_by_worth_and_evaluate_by_no_clock() -> None:
+    commands: Any = GROUP.commands  # type: ignore[attr-defined]
+    found = {
+        name: next(option.default for option in commands[name].params if option.name == "policy")
+        for name in ("serve", "chat", "evaluate")
+    }
+    assert found == {"serve": "worth", "chat": "worth", "evaluate": "fixed"}

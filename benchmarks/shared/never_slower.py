@@ -5,7 +5,7 @@ The cells are kinds of text × tokens before the question × temperatures × bat
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -143,9 +143,17 @@ class Grid:
 
 
 def figures(runs: Sequence[Steady]) -> dict[str, Any]:
-    """Tokens a second, seconds a token of each round, tokens a step and row, and the tokens that
-    were fed over those that the rows needed."""
+    """Tokens a second, seconds a token of each round, tokens a step and row, the tokens that were
+    fed over those that the rows needed, and what became of the time: the share of a drafter that
+    reads texts, and of steps without a draft and with one their share, the mean of their seconds
+    (which have no reading) and of the tokens that they feed."""
     steps = [step for run in runs for step in run.steps]
+    each = [astuple(step.seconds)[:3] for step in steps]  # without the reading of texts
+    kinds: dict[str, list[tuple[float, int]]] = {"without_draft": [], "with_draft": []}
+    for step, seconds in zip(steps, each, strict=True):
+        kinds["with_draft" if step.drafted.any() else "without_draft"].append(
+            (sum(seconds), step.fed)
+        )
     emitted = [sum(int(step.emitted.sum()) for step in run.steps) for run in runs]
     rows = sum(len(step.rows) for step in steps)
     return {
@@ -156,6 +164,11 @@ def figures(runs: Sequence[Steady]) -> dict[str, Any]:
         "tokens_per_step": sum(emitted) / rows,
         "fed_over_needed": sum(step.fed for step in steps)
         / (rows + sum(int(step.drafted.sum()) for step in steps)),
+        "reading": sum(step.seconds.draft_prefill for step in steps) / sum(x.seconds for x in runs),
+    } | {
+        name: dict(zip(("share", "seconds", "fed"), (len(some) / len(steps), *np.mean(some, 0))))
+        for name, some in kinds.items()
+        if some
     }
 
 
