@@ -155,21 +155,22 @@ def figures(runs: Sequence[Steady]) -> dict[str, Any]:
             (sum(seconds), step.fed)
         )
     emitted = [sum(int(step.emitted.sum()) for step in run.steps) for run in runs]
-    rows = sum(len(step.rows) for step in steps)
-    return {
-        "tokens_per_second": sum(emitted) / sum(run.seconds for run in runs),
+    rows, taken = sum(len(step.rows) for step in steps), sum(run.seconds for run in runs)
+    found: dict[str, Any] = {
+        "tokens_per_second": sum(emitted) / taken,
         "seconds_per_token": [
             run.seconds / tokens for run, tokens in zip(runs, emitted, strict=True)
         ],
         "tokens_per_step": sum(emitted) / rows,
         "fed_over_needed": sum(step.fed for step in steps)
         / (rows + sum(int(step.drafted.sum()) for step in steps)),
-        "reading": sum(step.seconds.draft_prefill for step in steps) / sum(x.seconds for x in runs),
-    } | {
-        name: dict(zip(("share", "seconds", "fed"), (len(some) / len(steps), *np.mean(some, 0))))
-        for name, some in kinds.items()
-        if some
+        "reading": sum(step.seconds.draft_prefill for step in steps) / taken,
     }
+    for name, some in kinds.items():
+        if some:
+            seconds, fed = np.mean(some, axis=0).tolist()
+            found[name] = {"share": len(some) / len(steps), "seconds": seconds, "fed": fed}
+    return found
 
 
 def _times(cell: dict[str, Any], name: str) -> np.ndarray:
