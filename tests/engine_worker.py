@@ -59,7 +59,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
         for batch in range(2):
             ids = torch.randint(3, 300, (4, 9), generator=generator)
             mask = torch.ones_like(ids)
-            with parallel.part(accelerator, module, last=batch == 1):
+            with parallel.batch_context(accelerator, module, last=batch == 1):
                 loss, _ = module(ids[rank::world], mask[rank::world], mask[rank::world].bool())
                 # The last step's gradient is not finite, so it must change nothing.
                 scale = float("nan") if step == 5 else world / 64

@@ -359,6 +359,7 @@ def figures() -> list[list[str]]:
         *product,
         ["lines of C++ in decode/", "569", f"{cpp:,}", ""],
         ["lines of tests/", "55,300", f"{count_lines(tracked('tests')):,}", "≤ 44,000"],
+        ["lines of tools/", "", f"{count_lines(tracked('tools')):,}", ""],
         ["lines of benchmarks/", "12,600", f"{count_lines(tracked('benchmarks')):,}", "≤ 6,500"],
         ["generated lines under git", "8,300", f"{generated_lines():,}", "≤ 500"],
         ["options of all commands", "380", str(count_options()), "≤ 300"],

@@ -63,7 +63,7 @@ def place(accelerator: Accelerator, module: nn.Module) -> None:
 
 
 @contextmanager
-def part(accelerator: Accelerator, module: Any, *, last: bool) -> Iterator[None]:
+def batch_context(accelerator: Accelerator, module: Any, *, last: bool) -> Iterator[None]:
     """The context for forward and `backward` of one batch. last: it is the step's last batch."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         module.set_gradient_accumulation_boundary(last)

@@ -332,7 +332,7 @@ class Trainer:
                 tensors = inputs(batch, accelerator.device)
             final = number + 1 == last
             with (
-                parallel.part(accelerator, self.module, last=final),
+                parallel.batch_context(accelerator, self.module, last=final),
                 self.clock("drafter"),
                 float32_products(self.module),
             ):
